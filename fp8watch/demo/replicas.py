@@ -11,12 +11,15 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 RANK = "FP8WATCH_DEMO_RANK"
 """Environment variable of the processes that the demo starts; not set in the one that a person started."""
+TIMEOUT = timedelta(seconds=120)
+"""Of a rank that does not come: to the group, or to a step."""
 END_S = 20
 
 
@@ -41,7 +44,7 @@ def joined(world_size: int, *arguments: str) -> Iterator[None]:
             command = [sys.executable, "-m", "fp8watch", "demo", *arguments]
             others.append(subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL))
     try:
-        dist.init_process_group("gloo")
+        dist.init_process_group("gloo", timeout=TIMEOUT)
         yield
         dist.destroy_process_group()
     finally:

@@ -14,7 +14,8 @@ from proving.faults._sites import WrongKernel
 from proving.faults.histories import _Unwritten
 from proving.faults.partials import RotatedInOneOperand
 from proving.faults.products import ProductFault
-from proving.training import SEVERITIES, Training
+from proving.placed import with_fault
+from proving.training import SEVERITIES
 from torch import Tensor
 
 from fp8watch.kernels import reference
@@ -22,16 +23,6 @@ from fp8watch.numerics.formats import fp8_format
 from fp8watch.numerics.quantize_job import quantize_jobs
 from fp8watch.quantize.per_tensor import DelayedScale
 from fp8watch.recipe import AmaxHistory
-
-
-def _fault(name: str, kind: str = "tied", severity: str = "severe", seed: int = 0) -> tuple[Training, Any]:
-    torch.manual_seed(0)
-    t = tiny.KINDS[kind]()
-    for number in range(seed, seed + 20):
-        fault = FAULTS[name].draw(np.random.default_rng(number), t, severity)
-        if fault is not None:
-            return t, fault
-    raise AssertionError(f"{name} has no place in {kind}")
 
 
 def _normal(*shape: int) -> Tensor:
@@ -54,7 +45,7 @@ def _error(wrong: Tensor, right: Tensor) -> float:
 class TestGathers:
     def test_rows_of_padding_stay_in_a_weight_and_push_the_rest_behind(self) -> None:
         for severity in SEVERITIES:
-            _, fault = _fault("gathered-with-padding", severity=severity)
+            _, fault = with_fault("gathered-with-padding", severity=severity)
             wrong, right = _read(fault, _normal(256, 128))
             row, num = fault.found["m", False]
             assert torch.equal(wrong[:row], right[:row])
@@ -64,7 +55,7 @@ class TestGathers:
             assert _error(wrong, right) == pytest.approx(max(one_row, fault.error), rel=0.2), severity
 
     def test_the_next_weight_has_its_padding_in_the_same_place(self) -> None:
-        _, fault = _fault("gathered-with-padding", severity="medium")
+        _, fault = with_fault("gathered-with-padding", severity="medium")
         _read(fault, _normal(256, 128))
         before = dict(fault.found)
         wrong, _ = _read(fault, 3 * _normal(256, 128).flip(0))
@@ -75,7 +66,7 @@ class TestGathers:
     @pytest.mark.parametrize("power_2", [True, False])
     def test_rows_of_other_shards_are_off_by_one_factor(self, power_2: bool) -> None:
         for severity in SEVERITIES:
-            _, fault = _fault("shards-scaled-apart", severity=severity)
+            _, fault = with_fault("shards-scaled-apart", severity=severity)
             wrong, right = _read(fault, _normal(256, 128), power_2=power_2)
             ratio = torch.where(right == 0, torch.nan, wrong / right)
             said = fault.drawn["ratio"]
@@ -93,12 +84,12 @@ class TestPartials:
     def test_a_product_is_as_wrong_as_was_drawn(self, name: str) -> None:
         a, b = _normal(512, 128), _normal(128, 64)
         for severity in SEVERITIES:
-            _, fault = _fault(name, severity=severity)
+            _, fault = with_fault(name, severity=severity)
             assert isinstance(fault, ProductFault)
             assert 0.4 * fault.error < _error(fault.wrong(a @ b, a, b), a @ b) < 1.4 * fault.error + 0.05, severity
 
     def test_parts_are_cast_one_by_one_and_the_bias_is_not(self) -> None:
-        _, fault = _fault("partial-sums-in-fp8", severity="mild")
+        _, fault = with_fault("partial-sums-in-fp8", severity="mild")
         a, b, bias = _normal(64, 128), _normal(128, 64), _normal(64)
         fault.num_ranks, fault.octaves[64, 128] = 2, 0
         got = fault.wrong(a @ b + bias, a, b)
@@ -109,7 +100,7 @@ class TestPartials:
         assert torch.allclose(got, cast[0] + cast[1] + bias, atol=1e-4)
 
     def test_a_tile_holds_the_product_of_the_one_before_as_well(self) -> None:
-        _, fault = _fault("accumulator-of-tile-before", severity="medium")
+        _, fault = with_fault("accumulator-of-tile-before", severity="medium")
         out = _normal(32, 24)
         got = fault.wrong(out, out, out)
 
@@ -122,7 +113,7 @@ class TestPartials:
         assert all(torch.allclose(found[i], right[i] + right[i - 1]) for i in wrong)
 
     def test_what_is_stored_is_the_operand_that_was_loaded_and_not_in_every_call(self) -> None:
-        _, fault = _fault("store-raced-by-load", severity="severe")
+        _, fault = with_fault("store-raced-by-load", severity="severe")
         a, b = _normal(64, 32), _normal(32, 48)
         out, calls = a @ b, []
         for _ in range(40):
@@ -134,7 +125,7 @@ class TestPartials:
 
     def test_one_operand_is_rotated_by_groups_of_tokens_and_nothing_is_lost_of_it(self) -> None:
         for severity in ("medium", "severe"):
-            _, fault = _fault("rotated-in-one-operand", severity=severity)
+            _, fault = with_fault("rotated-in-one-operand", severity=severity)
             assert isinstance(fault, RotatedInOneOperand)
             wrong, right = _read(fault, _normal(1024, 32), (128, 1))
             assert _error(wrong, right) == pytest.approx(fault.error, rel=0.3, abs=0.08), severity
@@ -146,13 +137,13 @@ class TestPartials:
                 assert _error(back, correct[g]) < 0.1
 
     def test_rowwise_copies_are_not_rotated(self) -> None:
-        _, fault = _fault("rotated-in-one-operand")
+        _, fault = with_fault("rotated-in-one-operand")
         assert torch.equal(*_read(fault, _normal(64, 128), (1, 128)))
 
 
 class TestHistories:
     def test_a_tensor_is_cast_with_the_scale_of_another(self) -> None:
-        t, fault = _fault("history-slot-shared", "language", "severe")
+        t, fault = with_fault("history-slot-shared", "language", "severe")
         states: dict[tuple[int, str], DelayedScale] = {}
         fmt, amax = fp8_format("E4M3"), {"input": 8.0, "weight": 0.1}
 
@@ -183,7 +174,7 @@ class TestHistories:
 
     def test_the_second_launch_alone_has_other_settings(self) -> None:
         for severity in SEVERITIES:
-            t, fault = _fault("delayed-settings-changed", "language", severity)
+            t, fault = with_fault("delayed-settings-changed", "language", severity)
             fault.before_attach(t)
             assert t.recipe == "delayed"
             fault.before_resume(t, {})
@@ -200,7 +191,7 @@ class TestHistories:
 
     def test_a_scale_stays_what_the_buffer_held_and_small_numbers_are_lost(self) -> None:
         for severity in SEVERITIES:
-            _, fault = _fault("scale-never-computed", "images", severity)
+            _, fault = with_fault("scale-never-computed", "images", severity)
             kernel, x = _Unwritten(reference, fault), 1e-4 * _normal(64, 128)
             job = quantize_jobs((64, 128), "E5M2", False)[-1]
             got, scale_inv, _ = kernel.quantize_dequantize(x, job)

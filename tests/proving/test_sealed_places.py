@@ -13,23 +13,10 @@ from proving import tiny
 from proving.families import build, missing, parts
 from proving.faults import FAULTS
 from proving.faults.conversions import HeadsInOtherOrder
-from proving.loop import Seams, saved, train_step
-from proving.training import SEVERITIES, Change, Training
+from proving.loop import saved
+from proving.placed import steps_of, with_fault
+from proving.training import SEVERITIES, Change
 from torch import Tensor, nn
-
-
-def _fault(name: str, kind: str = "language", severity: str = "severe", seed: int = 0) -> tuple[Training, Any]:
-    torch.manual_seed(0)
-    t = tiny.KINDS[kind]()
-    for number in range(seed, seed + 20):
-        fault = FAULTS[name].draw(np.random.default_rng(number), t, severity)
-        if fault is not None:
-            return t, fault
-    raise AssertionError(f"{name} has no place in {kind}")
-
-
-def _steps(t: Training, first: int, last: int, change: Change) -> list[tuple[float, float]]:
-    return [train_step(t, t.model, step, Seams(change), None) for step in range(first, last)]
 
 
 def _error(wrong: Tensor, right: Tensor) -> float:
@@ -39,7 +26,7 @@ def _error(wrong: Tensor, right: Tensor) -> float:
 class TestGathers:
     def test_rows_are_those_of_the_batch_before(self) -> None:
         for severity in SEVERITIES:
-            _, fault = _fault("rows-arrive-late", severity=severity)
+            _, fault = with_fault("rows-arrive-late", "language", severity=severity)
             fault.chance, name = 1.0, fault.modules[0]
             batches = [torch.randn(8, 16, tiny.DIM) for _ in range(3)]
             got = [fault.read(name, x).flatten(0, 1) for x in batches]
@@ -69,7 +56,7 @@ class TestGathers:
 
     def test_a_part_of_one_gradient_is_that_of_its_neighbour(self) -> None:
         for severity in SEVERITIES:
-            t, fault = _fault("gradient-buffer-shared", severity=severity)
+            t, fault = with_fault("gradient-buffer-shared", "language", severity=severity)
             t.loss(t.model, t.batch(0)).backward()
             mine, others = (t.model.get_submodule(n).weight.grad for n in (fault.module, fault.other))
             was, rest = mine.clone(), {n: p.grad.clone() for n, p in t.model.named_parameters() if p.grad is not mine}
@@ -86,7 +73,7 @@ class TestChips:
     def test_tiles_of_one_core_are_off_in_every_product_and_only_now_and_then(self) -> None:
         a, b = torch.randn(256, 64), torch.randn(64, 128)
         for severity in SEVERITIES:
-            _, fault = _fault("tile-of-bad-core", severity=severity)
+            _, fault = with_fault("tile-of-bad-core", "language", severity=severity)
             out, errors = a @ b, []
             own = fault.own(out)
             assert float(own.float().mean()) == pytest.approx(1 / fault.num_cores, rel=0.3)
@@ -99,7 +86,7 @@ class TestChips:
             assert 0.5 * fault.chance < len(wrong) / 60 < min(1.0, 1.6 * fault.chance)
 
     def test_a_small_product_has_a_tile_of_that_core_too(self) -> None:
-        _, fault = _fault("tile-of-bad-core")
+        _, fault = with_fault("tile-of-bad-core", "language")
         for shape in ((16, 16), (20, 40), (48, 32)):
             assert fault.own(torch.ones(shape)).any()
 
@@ -107,7 +94,7 @@ class TestChips:
 class TestConversions:
     @pytest.mark.parametrize("to_halves", [True, False])
     def test_rows_are_in_another_order_within_each_head_and_none_is_lost(self, to_halves: bool) -> None:
-        t, fault = _fault("heads-in-other-order")
+        t, fault = with_fault("heads-in-other-order", "language")
         assert isinstance(fault, HeadsInOtherOrder)
         fault.to_halves = to_halves
         state = saved(t, None, fault.step)
@@ -138,7 +125,7 @@ class TestConversions:
     def test_gains_are_shifted_by_one_and_nothing_else_is(self) -> None:
         nums = {}
         for severity in SEVERITIES:
-            t, fault = _fault("gains-of-other-convention", severity=severity)
+            t, fault = with_fault("gains-of-other-convention", "language", severity=severity)
             state = saved(t, None, fault.step)
             got = fault.before_resume(t, state)["model"]
             changed = {name for name, value in state["model"].items() if not torch.equal(got[name], value)}
@@ -154,14 +141,14 @@ class TestTargets:
     @pytest.mark.parametrize("kind", ["language", "tied"])
     def test_a_loss_over_nothing_is_nan_and_the_step_is_skipped_or_the_weights_are_lost(self, kind: str) -> None:
         for severity in SEVERITIES:
-            t, fault = _fault("nothing-scored", kind, severity)
+            t, fault = with_fault("nothing-scored", kind, severity)
             fault.step, fault.until = 2, 3
-            before = _steps(t, 0, 2, fault)
+            before = steps_of(t, 0, 2, fault)
             was = [p.detach().clone() for p in t.model.parameters()]
-            ((loss, _),) = _steps(t, 2, 3, fault)
+            ((loss, _),) = steps_of(t, 2, 3, fault)
             assert math.isnan(loss)
             assert all(math.isfinite(v) for v, _ in before)
-            after = _steps(t, 3, 5, fault)
+            after = steps_of(t, 3, 5, fault)
             if severity == "severe":
                 assert all(math.isnan(v) for v, _ in after)
             else:
@@ -169,15 +156,15 @@ class TestTargets:
                 assert any(not torch.equal(p, w) for p, w in zip(t.model.parameters(), was, strict=True))
 
     def test_some_of_the_steps_are_lost_where_it_is_medium(self) -> None:
-        t, fault = _fault("nothing-scored", severity="medium")
+        t, fault = with_fault("nothing-scored", "language", severity="medium")
         fault.step, fault.until = 0, 40
-        lost = [math.isnan(loss) for loss, _ in _steps(t, 0, 40, fault)]
+        lost = [math.isnan(loss) for loss, _ in steps_of(t, 0, 40, fault)]
         assert lost[0]
         assert 0.4 * fault.chance < np.mean(lost) < 2 * fault.chance + 0.1
 
     def test_what_is_not_found_is_zero(self) -> None:
         for severity in SEVERITIES:
-            t, fault = _fault("targets-defaulted", "images", severity)
+            t, fault = with_fault("targets-defaulted", "images", severity)
             batches = [t.batch(number) for number in range(30)]
             got = [fault.on_batch(t, fault.step, b) for b in batches]
             assert all(torch.equal(g["pixels"], b["pixels"]) for g, b in zip(got, batches, strict=True))
@@ -190,12 +177,12 @@ class TestTargets:
 class TestPasses:
     def test_an_update_is_applied_so_many_times_and_the_rate_is_what_it_was(self) -> None:
         for severity in SEVERITIES:
-            t, fault = _fault("update-applied-again", severity=severity)
+            t, fault = with_fault("update-applied-again", "language", severity=severity)
             once, fault.step = copy.deepcopy(t.model), 0
-            usual, _ = _fault("update-applied-again", severity=severity)
+            usual, _ = with_fault("update-applied-again", "language", severity=severity)
             weight = {id(x): x.model.get_submodule("output").weight for x in (t, usual)}
-            _steps(t, 0, 1, fault)
-            _steps(usual, 0, 1, Change())
+            steps_of(t, 0, 1, fault)
+            steps_of(usual, 0, 1, Change())
             first = once.get_submodule("output").weight
             far, near = weight[id(t)] - first, weight[id(usual)] - first
             assert torch.allclose(far, (1 + fault.again) * near, atol=1e-6), severity
@@ -203,7 +190,7 @@ class TestPasses:
 
     def test_a_block_gives_few_bits_and_the_gradient_passes(self) -> None:
         for severity, errors in (("mild", (0.03, 0.15)), ("medium", (0.1, 0.3))):
-            t, fault = _fault("boundary-in-few-bits", severity=severity)
+            t, fault = with_fault("boundary-in-few-bits", "language", severity=severity)
             x = torch.randn(512, requires_grad=True)
             got = fault.rounded(x)
             assert len((got.abs().log2() % 1).round(decimals=4).unique()) <= 2**fault.num_bits + 1

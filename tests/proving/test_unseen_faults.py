@@ -3,39 +3,22 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from proving import tiny
 from proving.families import parts
-from proving.faults import FAULTS
 from proving.faults._kernel import KernelFault
 from proving.faults._sites import Operand, WrongKernel
 from proving.faults.products import ProductFault
 from proving.faults.ranges import _Captured
-from proving.loop import Seams, train_step
-from proving.training import SEVERITIES, Fault, Training
+from proving.placed import steps_of, with_fault
+from proving.training import SEVERITIES, Fault
 from torch import Tensor
 
 from fp8watch.kernels import reference
 from fp8watch.numerics.quantize_job import quantize_jobs
-
-
-def _fault(name: str, kind: str = "tied", severity: str = "severe", seed: int = 0) -> tuple[Training, Any]:
-    torch.manual_seed(0)
-    t = tiny.KINDS[kind]()
-    for number in range(seed, seed + 20):
-        fault = FAULTS[name].draw(np.random.default_rng(number), t, severity)
-        if fault is not None:
-            return t, fault
-    raise AssertionError(f"{name} has no place in {kind}")
-
-
-def _steps(t: Training, first: int, last: int, change: Fault) -> list[tuple[float, float]]:
-    return [train_step(t, t.model, step, Seams(change), None) for step in range(first, last)]
 
 
 def _uneven(rows: int = 64, columns: int = 256) -> Tensor:
@@ -55,7 +38,7 @@ def _read(fault: KernelFault, x: Tensor, fmt: str = "E4M3", power_2: bool = True
 class TestEpilogues:
     @pytest.mark.parametrize("way", ["first", "halves"])
     def test_a_block_of_k_takes_the_scale_of_another(self, way: str) -> None:
-        _, fault = _fault("scales-of-other-k-block")
+        _, fault = with_fault("scales-of-other-k-block")
         fault.way = way
         x, job = _uneven(8, 384), quantize_jobs((1, 128), "E4M3")[-1]
         codes, scale_inv, _ = reference.quantize(x, job)
@@ -66,7 +49,7 @@ class TestEpilogues:
 
     def test_noise_is_as_large_as_was_drawn_and_has_no_bias(self) -> None:
         for severity in SEVERITIES:
-            _, fault = _fault("rounding-noise-shifted", severity=severity)
+            _, fault = with_fault("rounding-noise-shifted", severity=severity)
             fault.columnwise = (False,)
             wrong, right = _read(fault, torch.randn(256, 256, generator=torch.Generator().manual_seed(0)))
             error = float((wrong - right).norm() / right.norm())
@@ -75,7 +58,7 @@ class TestEpilogues:
 
     def test_a_bias_is_added_for_each_split(self) -> None:
         for severity in SEVERITIES:
-            _, fault = _fault("bias-of-every-split", "images", severity)
+            _, fault = with_fault("bias-of-every-split", "images", severity)
             random = torch.Generator().manual_seed(0)
             a, b = torch.randn(16, 32, generator=random), torch.randn(32, 32, generator=random)
             bias = torch.randn(32, generator=random)
@@ -93,13 +76,13 @@ class TestEpilogues:
         random = torch.Generator().manual_seed(0)
         a, b = torch.randn(512, 128, generator=random), torch.randn(128, 64, generator=random)
         for severity in SEVERITIES:
-            _, fault = _fault(name, severity=severity)
+            _, fault = with_fault(name, severity=severity)
             assert isinstance(fault, ProductFault)
             error = float((fault.wrong(a @ b, a, b) - a @ b).norm() / (a @ b).norm())
             assert 0.6 * fault.error < error < 1.4 * fault.error + 0.1, severity
 
     def test_fragments_leave_transposed_and_the_rest_stays(self) -> None:
-        _, fault = _fault("output-fragments-transposed", severity="medium")
+        _, fault = with_fault("output-fragments-transposed", severity="medium")
         out = torch.randn(64, 24, generator=torch.Generator().manual_seed(0))
         got = fault.wrong(out, out, out)
         bands = [(out[i : i + 8], got[i : i + 8]) for i in range(0, 64, 8)]
@@ -109,7 +92,7 @@ class TestEpilogues:
             assert all(torch.equal(found[:, c : c + 8], right[:, c : c + 8].t()) for c in (0, 8, 16))
 
     def test_what_hangs_over_lands_in_the_first_columns_of_the_rows_below(self) -> None:
-        _, fault = _fault("store-overhangs", severity="medium")
+        _, fault = with_fault("store-overhangs", severity="medium")
         a, b = torch.randn(64, 32), torch.randn(32, 48)
         hit = fault.wrong(a @ b, a, b) != a @ b
         assert not hit[0].any()
@@ -121,7 +104,7 @@ class TestEpilogues:
 class TestRanges:
     def test_the_smallest_tiles_stand_for_nothing(self) -> None:
         for severity in SEVERITIES:
-            _, fault = _fault("scales-flushed", severity=severity)
+            _, fault = with_fault("scales-flushed", severity=severity)
             fault.columnwise = (False,)
             wrong, right = _read(fault, _uneven(256))
             tiles, kept = right.unflatten(1, (2, 128)), wrong.unflatten(1, (2, 128))
@@ -133,7 +116,7 @@ class TestRanges:
             assert float((wrong - right).norm() / right.norm()) == pytest.approx(fault.error, rel=0.3)
 
     def test_nothing_is_above_the_other_maximum(self) -> None:
-        _, fault = _fault("clamped-at-other-maximum", severity="medium")
+        _, fault = with_fault("clamped-at-other-maximum", severity="medium")
         fault.columnwise, fault.error = (False,), 10.0
         wrong, right = _read(fault, torch.randn(64, 256, generator=torch.Generator().manual_seed(0)))
         scale_inv = reference.quantize(right, quantize_jobs((1, 128), "E4M3")[-1])[1].repeat_interleave(128, 1)
@@ -144,7 +127,7 @@ class TestRanges:
 
     def test_scales_of_the_first_pass_stay(self) -> None:
         for severity in SEVERITIES:
-            _, fault = _fault("scales-of-captured-graph", severity=severity)
+            _, fault = with_fault("scales-of-captured-graph", severity=severity)
             kernel, job = _Captured(reference, fault), quantize_jobs((1, 128), "E4M3")[-1]
             _, first, _ = kernel.quantize_dequantize(_uneven(), job)
             _, later, stats = kernel.quantize_dequantize(100 * _uneven(), job)
@@ -161,7 +144,7 @@ class TestRanges:
         state.record(torch.tensor([2.0]))
         state.roll()
         scale = float(state.scale)
-        t, fault = _fault("amax-after-the-cast", "delayed")
+        t, fault = with_fault("amax-after-the-cast", "delayed")
         module = t.model.get_submodule(fault.module)
 
         class Quantizer:
@@ -191,7 +174,7 @@ class TestRanges:
 
 class TestArithmetic:
     def test_rows_that_overflow_are_zero_or_the_bias(self) -> None:
-        t, fault = _fault("norm-overflows-in-half", "language", "medium")
+        t, fault = with_fault("norm-overflows-in-half", "language", "medium")
         fault.modules = ["norm"]
         fault.begin(t)
         x = torch.randn(4, 50, tiny.DIM) * torch.rand(4, 50, 1).exp()
@@ -205,7 +188,7 @@ class TestArithmetic:
 
     def test_neighbours_are_turned_alike(self) -> None:
         for severity, alike in (("mild", {2}), ("medium", {4, 8}), ("severe", {16, 32, 64})):
-            t, fault = _fault("positions-rounded", "language", severity)
+            t, fault = with_fault("positions-rounded", "language", severity)
             assert fault.alike in alike
             sound = parts.rotate
             fault.begin(t)
@@ -217,7 +200,7 @@ class TestArithmetic:
             assert len({tuple(row.tolist()) for row in turned}) <= 80 // fault.alike + 2
 
     def test_queries_read_another_groups_keys(self) -> None:
-        t, fault = _fault("kv-heads-tiled", severity="medium")
+        t, fault = with_fault("kv-heads-tiled", severity="medium")
         q, k, v = torch.randn(2, 4, 6, 8), torch.randn(2, 2, 6, 8), torch.randn(2, 2, 6, 8)
         sound = F.scaled_dot_product_attention
         fault.begin(t)
@@ -232,7 +215,7 @@ class TestArithmetic:
         assert torch.allclose(repeated, wanted, atol=1e-5)
 
     def test_one_layer_alone_where_it_is_mild(self) -> None:
-        t, fault = _fault("kv-heads-tiled", severity="mild")
+        t, fault = with_fault("kv-heads-tiled", severity="mild")
         q, k, v = torch.randn(2, 4, 6, 8), torch.randn(2, 2, 6, 8), torch.randn(2, 2, 6, 8)
         right = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
         fault.begin(t)
@@ -249,7 +232,7 @@ class TestArithmetic:
 class TestReductions:
     @pytest.mark.parametrize("left", ["first", "last"])
     def test_one_micro_batch_is_all_that_is_left(self, left: str) -> None:
-        t, fault = _fault("micro-batch-lost")
+        t, fault = with_fault("micro-batch-lost")
         fault.left, fault.step, t.clip_norm = left, 0, None
         name = fault.modules[0]
         loss = t.loss(t.model, t.batch(0 if left == "first" else t.accumulate - 1)) / t.accumulate
@@ -258,15 +241,15 @@ class TestReductions:
         assert weight.grad is not None
         assert norm.grad is not None
         wanted, of_norm = weight.grad.clone(), norm.grad.clone()
-        _steps(t, 0, 1, fault)
+        steps_of(t, 0, 1, fault)
         assert torch.allclose(weight.grad, wanted, atol=1e-7)
         assert not torch.allclose(norm.grad, of_norm, atol=1e-7)
 
     def test_small_gradients_are_zero_when_they_arrive(self) -> None:
         for severity in SEVERITIES:
-            t, fault = _fault("gradients-flushed-in-transit", "language", severity)
+            t, fault = with_fault("gradients-flushed-in-transit", "language", severity)
             fault.step, t.clip_norm = 0, None
-            _steps(t, 0, 1, fault)
+            steps_of(t, 0, 1, fault)
             gradients = torch.cat([p.grad.flatten() for p in t.model.parameters() if p.grad is not None])
             # what is at least half of the limit is rounded up to it
             assert 0.4 * fault.share < float((gradients == 0).float().mean()) < min(1.0, fault.share + 0.35)
@@ -276,9 +259,9 @@ class TestReductions:
     def test_the_norm_is_too_large_and_more_is_clipped(self) -> None:
         norms, left = [], []
         for active in (False, True):
-            t, fault = _fault("norm-counts-replicas", "language")
+            t, fault = with_fault("norm-counts-replicas", "language")
             t.clip_norm, fault.step = 1e-3, 0 if active else 9
-            norms.append(_steps(t, 0, 1, fault)[0][1])
+            norms.append(steps_of(t, 0, 1, fault)[0][1])
             fault.undo()
             left.append(
                 math.sqrt(sum(float(p.grad.square().sum()) for p in t.model.parameters() if p.grad is not None))
@@ -289,7 +272,7 @@ class TestReductions:
     def test_the_two_parts_of_a_tied_gradient_are_one_gradient(self) -> None:
         got = {}
         for of in ("", "table", "head"):
-            t, fault = _fault("tied-gradient-part")
+            t, fault = with_fault("tied-gradient-part")
             fault.of, fault.share = of, 1.0
             if of:
                 fault.begin(t)
@@ -308,7 +291,7 @@ class TestReductions:
 
 class TestStates:
     def test_the_average_takes_the_place_of_the_weights(self) -> None:
-        t, fault = _fault("average-left-in-place", "language")
+        t, fault = with_fault("average-left-in-place", "language")
         fault.step, fault.every, fault.reach = 4, 3, 2.0
         weight, course = t.model.get_submodule("output").weight, []
         average = weight.detach().clone()
@@ -317,13 +300,13 @@ class TestStates:
             was = weight.detach().clone()
             fault.before_step(t, step)
             course.append((torch.equal(weight, was), torch.allclose(weight, average)))
-            _steps(t, step, step + 1, Fault(step=99, severity="", expected=fault.expected))
+            steps_of(t, step, step + 1, Fault(step=99, severity="", expected=fault.expected))
         assert [kept for kept, _ in course] == [True] * 4 + [False, True, True, False]
         assert course[4][1]
 
     def test_weights_grow_by_what_was_drawn(self) -> None:
         for severity in SEVERITIES:
-            t, fault = _fault("remainders-misread", "language", severity)
+            t, fault = with_fault("remainders-misread", "language", severity)
             weight = t.model.get_submodule("output").weight
             before = weight.detach().clone()
             fault.step = 0
@@ -335,7 +318,7 @@ class TestStates:
 
 class TestSamples:
     def test_targets_are_those_of_other_rows(self) -> None:
-        t, fault = _fault("targets-of-other-rows", "images", "medium")
+        t, fault = with_fault("targets-of-other-rows", "images", "medium")
         batch = t.batch(0)
         got = fault.on_batch(t, fault.step, batch)
         assert torch.equal(got["pixels"], batch["pixels"])
@@ -343,7 +326,7 @@ class TestSamples:
         assert not torch.equal(got["labels"], batch["labels"])
 
     def test_channels_are_stuck_at_one_value_and_are_the_same_ones_each_time(self) -> None:
-        t, fault = _fault("channels-stuck", "images", "medium")
+        t, fault = with_fault("channels-stuck", "images", "medium")
         stuck = []
         for number in range(3):
             batch = t.batch(number)
@@ -358,7 +341,7 @@ class TestSamples:
         assert 0 < sum(stuck[0]) < len(stuck[0])
 
     def test_prompts_are_scored_by_what_comes_next_and_padding_is_not(self) -> None:
-        t, fault = _fault("prompts-scored")
+        t, fault = with_fault("prompts-scored")
         fault.share = 1.0
         batch = t.batch(0)
         got = fault.on_batch(t, fault.step, batch)["labels"]
@@ -368,7 +351,7 @@ class TestSamples:
 
     def test_ids_are_others_and_none_is_lost(self) -> None:
         for severity in SEVERITIES:
-            t, fault = _fault("ids-of-other-tokenizer", "language", severity)
+            t, fault = with_fault("ids-of-other-tokenizer", "language", severity)
             fault.begin(t)
             assert sorted(fault.table.tolist()) == list(range(tiny.VOCAB))
             batches = [t.batch(number) for number in range(8)]

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 
 import pytest
 import torch
-from no_cuda import on_the_cpu
+from no_cuda import on_the_cpu, one_rank
 
 os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29532"}
 
 with on_the_cpu():
-    from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-    from megatron.core.tensor_parallel import random as random_states
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 from fp8watch.integrations.megatron import attach_megatron
@@ -26,12 +23,8 @@ from fp8watch_agent.record import StepStatus
 
 @pytest.fixture(scope="module", autouse=True)
 def group():
-    torch.distributed.init_process_group("gloo")
-    with on_the_cpu():
-        parallel_state.initialize_model_parallel()
-        random_states.get_cuda_rng_tracker().fork = lambda *_: contextlib.nullcontext()
+    with one_rank():
         yield
-    torch.distributed.destroy_process_group()
 
 
 def made(dtype=torch.bfloat16):

@@ -3,14 +3,13 @@ by default: routers, heads and embeddings; and that the gate of a SwiGLU is none
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from no_cuda import on_the_cpu
+from no_cuda import on_the_cpu, one_rank
 from stacks.families import made, train
 from stacks.family_models import FAMILIES, LLAMA, MOE, Family, _causal, _next_token
 from torch import nn
@@ -18,10 +17,8 @@ from torch import nn
 os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29533"}
 
 with on_the_cpu():
-    from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
-    from megatron.core.tensor_parallel import random as random_states
     from megatron.core.transformer.moe import moe_utils
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -131,12 +128,8 @@ def test_the_same_routers_as_plain_linears_are_told_by_role_too(kept):
 
 @pytest.fixture(scope="module")
 def group():
-    torch.distributed.init_process_group("gloo")
-    with on_the_cpu():
-        parallel_state.initialize_model_parallel()
-        random_states.get_cuda_rng_tracker().fork = lambda *_: contextlib.nullcontext()
+    with one_rank():
         yield
-    torch.distributed.destroy_process_group()
 
 
 def megatron(*, tied: bool = False) -> nn.Module:

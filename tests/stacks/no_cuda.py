@@ -41,3 +41,18 @@ def on_the_cpu() -> Iterator[None]:
     finally:
         for (owner, name), function in before.items():
             setattr(owner, name, function)
+
+
+@contextlib.contextmanager
+def one_rank() -> Iterator[None]:
+    """Megatron's groups of one rank, in a process group that the environment describes, everything on the CPU."""
+    with on_the_cpu():
+        from megatron.core import parallel_state
+        from megatron.core.tensor_parallel import random as random_states
+
+    torch.distributed.init_process_group("gloo")
+    with on_the_cpu():
+        parallel_state.initialize_model_parallel()
+        random_states.get_cuda_rng_tracker().fork = lambda *_: contextlib.nullcontext()
+        yield
+    torch.distributed.destroy_process_group()

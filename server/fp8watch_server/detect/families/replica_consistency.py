@@ -86,8 +86,8 @@ class Agreement:
     def _corrupted(self, now: CrossRankStep, ranks: list[int], hashes: Array, both: Mask, differ: Mask) -> Finding:
         rows = now.in_flow(differ)
         row = int(rows[0])
-        sides = _sides(hashes[:, row])
-        odd = sorted(ranks[i] for i in sides.odd)
+        sides = _sides(ranks, hashes[:, row])
+        odd = sides.odd
         hosts = {self._sessions[r].host if r in self._sessions else "" for r in odd}
         host = hosts.pop() if len(hosts) == 1 else ""
         agreed = int(self._agreed_at[row])
@@ -214,8 +214,8 @@ class Agreement:
     ) -> Finding:
         rows = now.in_flow(differ)
         values = columns[at][:, int(rows[0])]
-        sides = _sides(values)
-        odd = sorted(ranks[int(at[i])] for i in sides.odd)
+        sides = _sides([ranks[int(i)] for i in at], values)
+        odd = sides.odd
         blamed = self._axes([ranks[int(i)] for i in at], values)
         evidence = [
             Evidence("scale_inv_max", float(sides.value), float(sides.other), "1", now.step),
@@ -266,21 +266,23 @@ def _by_rank(now: CrossRankStep, name: str, group: Measured, dtype: Any) -> tupl
 class _Sides(NamedTuple):
     """Who holds which value."""
 
-    odd: list[int]  # indices of the ranks to name
+    odd: list[int]  # ranks to name, in order
     value: Any  # of the first of them
     other: Any  # what most have, or else what another has
     tied: bool  # no value has most ranks: nobody can tell who is right, and all are named
 
 
-def _sides(values: Array) -> _Sides:
-    """Who is not with the most common value of [ranks], of which two at least differ; all, where two are as common."""
+def _sides(ranks: list[int], values: Array) -> _Sides:
+    """Ranks that are not with the most common value of [ranks], of which two at least differ; all, where two are as common."""
+    order = np.argsort(ranks)
+    ranks, values = [ranks[i] for i in order], values[order]
     kinds, first, counts = np.unique(values, return_index=True, return_counts=True)
-    order = sorted(range(len(kinds)), key=lambda k: (-counts[k], first[k]))
-    best, second = order[0], order[1]
+    best, second = sorted(range(len(kinds)), key=lambda k: (-counts[k], first[k]))[:2]
     if counts[best] == counts[second]:
-        return _Sides([*range(len(values))], kinds[best], kinds[second], True)
-    odd = [int(i) for i in np.flatnonzero(values != kinds[best])]
-    return _Sides(odd, values[odd[0]], kinds[best], False)
+        mine = values[0]
+        return _Sides(ranks, mine, next(v for v in values if v != mine), True)
+    odd = np.flatnonzero(values != kinds[best])
+    return _Sides([ranks[i] for i in odd], values[odd[0]], kinds[best], False)
 
 
 def _minority(sides: _Sides, unit: str, step: int) -> list[Evidence]:
