@@ -4,7 +4,9 @@ Shapes:     slab rows [sites] of ROW, and the scalars of a step -> the sites who
 Thread:     training
 
 A jump begins a burst: tile maps and full statistics of the sites that told of it for `BURST_STEPS` steps, full statistics of
-all sites in the first `WHOLE_STEPS` of them, of each once in `TURN_STEPS` in the others. Bursts are rationed, so that a restless run stays near its budget.
+all sites in the first `WHOLE_STEPS` of them, of each once in `TURN_STEPS` in the others. A slight jump, of few sites that are
+not far outside of their bands, is followed at these sites alone: sound runs have one in some hundred steps. Bursts are
+rationed, so that a restless run stays near its budget.
 What breaks (non-finite values, a broken invariant) has full statistics in all steps of its burst, a ration of its own, and
 needs no distance; beyond that only outputs are looked at. The host learns of a step on a GPU one or two steps later, so the burst
 begins that much later; tile maps of the jump's own step are held until then.
@@ -30,6 +32,7 @@ APART_STEPS = 64  # from the beginning of one burst to that of the next, for jum
 MAX_BURSTS = 4  # that a quiet run has saved up
 REFILL_STEPS = 256  # for one more of them
 MAX_FOLLOWED = 8  # sites whose tile maps follow a jump
+SLIGHT = 2.0  # times what a band allows: a jump of no more than this, and of no more sites, is slight
 
 
 class Follow:
@@ -39,8 +42,9 @@ class Follow:
         self.outputs_until = -1  # the last step in which every output and gradient is looked at
         self.full_until = -1  # the last step with full statistics of all sites
         self.burst_until = -1  # the last step of the burst
-        self._begun = -APART_STEPS
-        self._saved = self._saved_for_breaks = float(MAX_BURSTS)
+        self.sites_until = -1  # the last step in which the sites that told of a jump are looked at
+        self._begun = self._slight_begun = -APART_STEPS
+        self._saved = self._saved_for_breaks = self._saved_for_slight = float(MAX_BURSTS)
         self._seen = 0
 
     def broke(self, step: int, newest: int, *, fresh: bool) -> None:
@@ -57,9 +61,20 @@ class Follow:
             self._saved_for_breaks -= 1
             self._begin(newest, BURST_STEPS)
 
-    def jumped(self, newest: int) -> bool:
-        """Something jumped. True where a burst begins; False where one is on, or was just now, or none is saved up."""
+    def jumped(self, newest: int, *, slight: bool = False) -> bool:
+        """Something jumped. True where a burst begins; False where one is on, or was just now, or none is saved up.
+
+        Args:
+            newest: the step that was begun last.
+            slight: only the sites that jumped are looked at; what jumps further meanwhile has its burst all the same.
+        """
         self.reached(newest)
+        if slight:
+            if newest - max(self._begun, self._slight_begun) < APART_STEPS or self._saved_for_slight < 1:
+                return False
+            self._saved_for_slight -= 1
+            self._slight_begun, self.sites_until = newest, newest + BURST_STEPS
+            return True
         if newest - self._begun < APART_STEPS or self._saved < 1:
             return False
         self._saved -= 1
@@ -69,16 +84,18 @@ class Follow:
     def _begin(self, newest: int, whole: int) -> None:
         self._begun = newest
         self.full_until = max(self.full_until, newest + whole)
-        self.burst_until = newest + BURST_STEPS
+        self.burst_until = self.sites_until = newest + BURST_STEPS
         self.outputs_until = max(self.outputs_until, self.burst_until)
 
     def reached(self, newest: int) -> None:
         """Training is at this step: what is saved up grows, and where training went back nothing is on any more."""
         if newest < self._seen:
-            self._begun, self.full_until, self.burst_until, self.outputs_until = -APART_STEPS, -1, -1, -1
+            self._begun = self._slight_begun = -APART_STEPS
+            self.full_until = self.burst_until = self.sites_until = self.outputs_until = -1
         more = max(0, newest - self._seen) / REFILL_STEPS
         self._saved = min(MAX_BURSTS, self._saved + more)
         self._saved_for_breaks = min(MAX_BURSTS, self._saved_for_breaks + more)
+        self._saved_for_slight = min(MAX_BURSTS, self._saved_for_slight + more)
         self._seen = newest
 
 
@@ -107,7 +124,7 @@ class EventFollow:
         self.is_broken = False  # in the step that was looked at last
         self._broken_until = -1  # the last step of the burst because of that
         self.rows: list[int] = []
-        """Sites that told of the jump whose burst is on."""
+        """Sites that told of the jump that is followed."""
 
     def look(
         self, step: int, newest: int, rows: Rows, broken: npt.NDArray[np.bool_], numbers: Mapping[str, float]
@@ -130,11 +147,13 @@ class EventFollow:
             self._broken_until = follow.burst_until
         self.is_broken = is_broken
         score = self._row_jumps.see(rows, broken)
-        jumped = self._scalar_jumps.see(numbers) or bool((score > 1).any())
-        begun = jumped and not is_broken and follow.jumped(newest)
+        scalar, num = self._scalar_jumps.see(numbers), int(np.count_nonzero(score > 1))
+        jumped = scalar or num > 0
+        slight = not scalar and num <= MAX_FOLLOWED and float(score.max(initial=0.0)) <= SLIGHT
+        begun = jumped and not is_broken and follow.jumped(newest, slight=slight)
         if begun:
-            self.rows = most_telling(score, rows["order"], MAX_FOLLOWED)
-        elif step > follow.burst_until:
+            self.rows = most_telling(score, rows["order"], num if slight else MAX_FOLLOWED)
+        elif step > follow.sites_until:
             self.rows = []
         calm = None
         if not is_broken and step > self._broken_until:

@@ -128,6 +128,7 @@ class SiteRotation:
                 light = self._whole_units(light, maps)
         if followed and not full:
             mine = self._with(mine, followed)
+            light = light if light is YES else self._whole_units(light, mine)
         return StepSample(
             full=YES if full else mine,
             outputs=YES if outputs else looked,
@@ -152,7 +153,7 @@ class SiteRotation:
         return turn
 
     def _whole_units(self, light: bytes, maps: ByRow) -> bytes:
-        """Of each row whether it is looked at, or one of its Linear is whose tile map is to leave. [rows]"""
+        """Of each row whether it is looked at, or one of its Linear is whose tile map is to leave, or whose turn it is. [rows]"""
         mine = np.frombuffer(light, dtype=np.bool_) | np.array([maps[row] for row in range(len(light))], dtype=np.bool_)
         units = np.zeros(len(mine), dtype=np.bool_)
         units[self._together[mine]] = True

@@ -68,7 +68,7 @@ class StepCycle:
                 1 if plan.stopwatch is not None or in_burst else overhead.light_every,
                 first=self._is_first,
                 full=step <= follow.full_until,
-                followed=flush.events.rows if in_burst else (),
+                followed=flush.events.rows if step <= follow.sites_until else (),
                 # on the CPU looked at in a step that is measured: part of what full statistics cost
                 outputs=step <= follow.outputs_until or (plan.stopwatch is not None and not flush.copies.late),
             )

@@ -16,8 +16,10 @@ from fp8watch.session.event_follow import (
     BURST_STEPS,
     MAX_BURSTS,
     REFILL_STEPS,
+    SLIGHT,
     TURN_STEPS,
     WHOLE_STEPS,
+    EventFollow,
     Follow,
 )
 from fp8watch.session.jumps import RowJumps, ScalarJumps
@@ -127,6 +129,56 @@ def test_bursts_are_rationed_whatever_jumps():
     assert follow.burst_until == begun[-1] + BURST_STEPS
 
 
+def slightly_out(rows, sites, times=1.2):
+    """Move the amax of sites beyond their bands, but not far: bands allow so many octaves of these here."""
+    rows["amax_max"][sites] *= 2 ** (times * max(1.5, 8 * 0.9))
+
+
+@pytest.mark.parametrize(
+    ("change", "slight"),
+    [
+        (lambda rows: slightly_out(rows, [45]), True),
+        (lambda rows: slightly_out(rows, [45], times=2 * SLIGHT), False),
+        (lambda rows: slightly_out(rows, slice(40, 60)), False),
+    ],
+)
+def test_a_slight_jump_is_followed_at_its_sites_alone(change, slight):
+    events, sound = EventFollow(len(SPREADS)), np.zeros(len(SPREADS), bool)
+    for step, rows in enumerate(healthy(WARM + 1)):
+        if step == WARM:
+            change(rows)
+        followed = events.look(step, step, rows, sound, {"loss": 2.0})
+    assert followed.begun
+    assert followed.jumped
+    assert 45 in followed.rows or not slight
+    assert (events.follow.full_until < WARM) is (events.follow.burst_until < WARM) is slight
+    assert events.follow.sites_until == WARM + BURST_STEPS
+    if slight:
+        assert followed.rows == [45], "and not the furthest out of those that are inside"
+        assert not followed.calm[45]
+
+
+def test_what_jumps_further_after_a_slight_jump_has_its_burst():
+    follow = Follow()
+    assert follow.jumped(100, slight=True)
+    assert not follow.jumped(101, slight=True)
+    assert follow.burst_until < 0
+    assert follow.jumped(102)
+    assert follow.full_until == 102 + WHOLE_STEPS
+    assert follow.sites_until == follow.burst_until == 102 + BURST_STEPS
+    assert not follow.jumped(110 + APART_STEPS // 2, slight=True), "behind a burst"
+    assert follow.jumped(102 + APART_STEPS, slight=True)
+    assert follow.sites_until > follow.burst_until
+
+
+def test_slight_jumps_are_rationed_and_take_nothing_from_the_others():
+    follow, num_steps = Follow(), 4000
+    begun = [step for step in range(num_steps) if follow.jumped(step, slight=True)]
+    assert min(np.diff(begun)) >= APART_STEPS
+    assert MAX_BURSTS <= len(begun) <= MAX_BURSTS + num_steps // REFILL_STEPS + 1
+    assert sum(follow.jumped(num_steps + APART_STEPS * i) for i in range(MAX_BURSTS)) == MAX_BURSTS
+
+
 def test_a_break_needs_no_ration_and_what_stays_broken_begins_once():
     follow = Follow()
     assert follow.jumped(100)
@@ -158,6 +210,7 @@ def test_where_training_went_back_nothing_is_followed_any_more():
     assert follow.outputs_until < 0
     assert follow.full_until < 0
     assert follow.burst_until < 0
+    assert follow.sites_until < 0
 
 
 def test_a_jump_takes_nothing_from_the_burst_of_a_break():
@@ -225,6 +278,27 @@ def test_full_statistics_and_maps_follow_a_jump(attach, mlp):
     steps = sorted(m.step for m in watch._recorder.maps if by_id[m.site] == ("up", "input", "rowwise"))
     assert steps == list(range(at - HISTORY_STEPS, at + BURST_STEPS + 1))
     assert at + 1 in watch._recorder.hurried, "the step of the jump does not wait for others"
+
+
+@pytest.mark.parametrize("light_every", [1, 16])
+def test_the_sites_of_a_slight_jump_are_in_full_whatever_the_turns(attach, mlp, light_every, monkeypatch):
+    watch, at = attach(mlp, every=64, recipe="observe", overhead_budget=None, hash_every=0), 40
+    watch._overhead.light_every = light_every
+    see = RowJumps.see
+
+    def slight(self, rows, broken):
+        score = see(self, rows, broken)
+        if watch._cycle.step == at:
+            score[:1] = 1.5
+        return score
+
+    monkeypatch.setattr(RowJumps, "see", slight)
+    train(watch, mlp, at + BURST_STEPS + 8)
+    assert not watch.guard.errors
+    first = watch._recorder.sites[0]
+    turns = full_turns(watch, range(at + 1, at + 1 + BURST_STEPS))
+    assert turns.pop((first.module, first.operand)) == BURST_STEPS
+    assert max(turns.values(), default=0) <= 1, "others have their turns as ever"
 
 
 def test_sites_that_are_only_observed_have_their_turns_in_a_burst_as_soon(attach, mlp):
