@@ -14,6 +14,9 @@ GRADIENTS_LEFT = f"{OPTIMIZER}gradients_left"
 GRADIENTS_KEPT = f"{OPTIMIZER}gradients_kept"
 """Gradients that were looked at for that."""
 
+STEPPED_AGAIN = f"{OPTIMIZER}stepped_again"
+"""1 where the optimizer stepped on gradients on which it had stepped, behind the step before this one."""
+
 UPDATES_LOOKED = f"{OPTIMIZER}updates_looked"
 """Weights whose last update was looked at; the names below are of these."""
 

@@ -28,7 +28,7 @@ VERSION = 1
 MOMENTS = "moments"
 HASHED = ("weights", "codes", "scales", "delayed", MOMENTS)
 """Groups of a fingerprint: name -> "hash dtype shape"."""
-MAX_NAMED = 3
+MAX_NAMED = 8
 Fingerprint = dict[str, Any]
 
 

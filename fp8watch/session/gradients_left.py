@@ -1,4 +1,4 @@
-"""Whether gradients that an optimizer has used are cleared before a backward adds to them.
+"""Whether gradients that an optimizer has used are cleared before a backward adds to them, and whether it uses them again.
 
 Shapes:     WIDTH elements of a few gradients, behind a step of their optimizer and where each backward begins
 Thread:     training, and autograd's; nothing waits for a device
@@ -8,6 +8,8 @@ anywhere between two backwards, and several micro-batches add up on purpose; so 
 optimizer left are there where the first backward behind it begins, that none of the backwards of the step begins without them, and that
 what the optimizer is given lies in the same memory and along them: loops that write a new gradient over the old one clear nothing
 either. Copies that an optimizer holds of the parameters are written over as a rule, and are not looked at.
+
+Where no backward began and the optimizer steps on the same bits in the same memory, it applies an update a second time.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8watch.session.standing_state import WIDTH, readable
-from fp8watch_agent.update_names import GRADIENTS_KEPT, GRADIENTS_LEFT
+from fp8watch_agent.update_names import GRADIENTS_KEPT, GRADIENTS_LEFT, STEPPED_AGAIN
 
 MAX_KEPT = 3
 """Parameters of an optimizer whose gradients are followed: one of each of its groups."""
@@ -89,8 +91,12 @@ class GradientsLeft:
 
     @torch.no_grad()
     def before(self, optimizer: Optimizer) -> dict[str, Any]:
-        """It is about to step: how many gradients were left in place; empty where nothing was, on a CPU."""
-        left = [one for one in self._left.pop(optimizer, ()) if one.begun]
+        """It is about to step: how many gradients were left in place, or that it has stepped on these; empty where neither is so,
+        on a CPU."""
+        known = self._left.pop(optimizer, [])
+        if known and not any(one.begun for one in known):
+            return _again(optimizer, known)
+        left = [one for one in known if one.begun]
         stay = [stays for one in left if (stays := _was_added_to(one)) is not False]
         if not stay:
             return {}
@@ -106,6 +112,23 @@ class GradientsLeft:
         if not numbers.get(GRADIENTS_LEFT):
             numbers.pop(GRADIENTS_LEFT, None)
             numbers.pop(GRADIENTS_KEPT, None)
+        if not numbers.get(STEPPED_AGAIN):
+            numbers.pop(STEPPED_AGAIN, None)
+
+
+def _again(optimizer: Optimizer, left: list[_Left]) -> dict[str, Any]:
+    """Whether no gradient has changed since this optimizer stepped on it, and none of them is 0."""
+    same: list[Tensor] = []
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}  # engines step part after part
+    for one in left:
+        gradient = readable(one.parameter.grad) if id(one.parameter) in held else None
+        if gradient is None or gradient.data_ptr() != one.address or gradient.device != one.values.device:
+            return {}
+        now = _part(gradient)
+        same.append((now == one.values).all() & (now != 0).any())
+    if len({t.device for t in same}) > 1 or (same[0].is_cpu and not all(same)):
+        return {}
+    return {STEPPED_AGAIN: torch.stack(same).all().float()}
 
 
 def _part(gradient: Tensor) -> Tensor:

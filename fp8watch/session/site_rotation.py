@@ -128,7 +128,8 @@ class SiteRotation:
                 light = self._whole_units(light, maps)
         if followed and not full:
             mine = self._with(mine, followed)
-            light = light if light is YES else self._whole_units(light, mine)
+            if isinstance(light, bytes):
+                light = self._whole_units(light, mine)
         return StepSample(
             full=YES if full else mine,
             outputs=YES if outputs else looked,

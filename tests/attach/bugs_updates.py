@@ -13,7 +13,11 @@ _SHRINK = f"{_T}test_weights_that_all_shrink_are_told_beside_their_decay"
 _ROWS = f"{_T}test_updates_of_other_rows_are_named_with_their_tensor"
 _RATE = f"{_T}test_a_group_whose_rate_leaps_beside_the_others_is_named_and_a_schedule_of_all_is_not"
 _AGAIN = f"{_T}test_a_recomputation_of_other_values_is_named"
+_TWICE = f"{_T}test_an_update_that_is_applied_again_is_told_with_the_step_behind_it"
+_NOT_TWICE = f"{_T}test_a_second_step_that_is_not_on_the_same_gradients_applies_none_again"
 UPDATE_BUGS = [
+    Bug("an update that is applied again", "gradients_left:GradientsLeft.before", "if known and not any(one.begun for one in known):", "if False:", _TWICE),
+    Bug("a second step behind another pass", "gradients_left:_again", "(now == one.values).all() &", "", _NOT_TWICE),
     Bug("gradients that nobody clears", "gradients_left:_look", "torch.equal(now, one.values) if first", "False if first", _LEFT),
     Bug("gradients that are cleared before their own backward", "gradients_left:_look", "else bool(now.any())", "else True",
         f"{_T}test_gradients_that_another_backward_found_are_no_fault_where_they_are_cleared_before_their_own"),

@@ -139,7 +139,7 @@ def slightly_out(rows, sites, times=1.2):
     [
         (lambda rows: slightly_out(rows, [45]), True),
         (lambda rows: slightly_out(rows, [45], times=2 * SLIGHT), False),
-        (lambda rows: slightly_out(rows, slice(40, 60)), False),
+        (lambda rows: slightly_out(rows, slice(40, 60), times=0.9), False),
     ],
 )
 def test_a_slight_jump_is_followed_at_its_sites_alone(change, slight):

@@ -28,12 +28,13 @@ from fp8watch_agent.update_names import (
     RECOMPUTED,
     REPEATED,
     SHRINK,
+    STEPPED_AGAIN,
     UPDATES_LOOKED,
 )
 
 NEWS = (
     GRADIENTS_LEFT, GRADIENTS_KEPT, UPDATES_LOOKED, REPEATED, COARSE, COARSE_BITS, SHRINK, DECAY, ASTRAY, RATE_TIMES,
-    RATE_PARAMETERS, OF, RECOMPUTED,
+    RATE_PARAMETERS, OF, RECOMPUTED, STEPPED_AGAIN,
 )  # fmt: skip
 DIM = 64
 
@@ -125,6 +126,40 @@ def test_gradients_that_nobody_clears_are_told_in_each_such_step(attach, to_none
     steps(model, optimizer, 3, first=7, clear=False, micro=2, before=None, after=lambda _: optimizer.zero_grad(to_none))
     said = [s.get(GRADIENTS_LEFT) for s in news(watch)]
     assert said == [None] * 4 + [1.0] * 3 + [None] * 3
+    assert not watch.guard.errors
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_update_that_is_applied_again_is_told_with_the_step_behind_it(attach, name):
+    model = Deep()
+    watch, optimizer = attach(model), OPTIMIZERS[name](model)
+    steps(model, optimizer, 8, after=lambda step: optimizer.step() if step == 4 else None)
+    assert [s.get(STEPPED_AGAIN) for s in news(watch)] == [None] * 5 + [1.0] + [None] * 2
+    assert not watch.guard.errors
+
+
+@pytest.mark.parametrize("what", ["other parameters", "cleared", "changed", "another pass"])
+def test_a_second_step_that_is_not_on_the_same_gradients_applies_none_again(attach, what):
+    model = Deep()
+    watch, optimizer = attach(model), adam(model)
+
+    def after(step):
+        [group] = optimizer.param_groups
+        whole = group["params"]
+        if what == "other parameters":  # an engine that steps part after part
+            group["params"] = []
+        elif what == "cleared":
+            optimizer.zero_grad(set_to_none=False)
+        elif what == "changed":
+            for p in whole:
+                p.grad.mul_(0.5)
+        else:
+            model(torch.randint(64, (4, 16))).backward()
+        optimizer.step()
+        group["params"] = whole
+
+    steps(model, optimizer, 6, after=after)
+    assert not any(STEPPED_AGAIN in s for s in news(watch))
     assert not watch.guard.errors
 
 

@@ -14,7 +14,7 @@ from detect.trace import Trace, healthy
 from fp8watch_agent.training_names import SECOND_LOOKED, SECOND_ZERO
 from fp8watch_server.detect.finding import Finding
 from fp8watch_server.detect.lr_schedule import Schedule
-from fp8watch_server.detect.modes.recipe_mismatch.detector import loaded
+from fp8watch_server.detect.modes.recipe_mismatch.detector import loaded, mismatch
 from fp8watch_server.detect.sessions import Change
 from fp8watch_server.incidents.explain import explain
 
@@ -216,6 +216,23 @@ def test_what_was_loaded_otherwise_has_the_place_of_its_weight() -> None:
     ]
     assert places(f"{FC2}.weight of 21") == [FC2]
     assert places(f"{FC2}.weight, {Q}.weight, x.weight and 12 more of 21") == []
+
+
+@pytest.mark.parametrize(
+    ("names", "title"),
+    [
+        ("a of 62", "a of 62"),
+        ("a, b, c of 62", "a, b, c of 62"),
+        ("a, b, c, d of 62", "a, b, c and 1 more of 62"),
+        ("a, b, c, d, e, f, g, h and 40 more of 62", "a, b, c and 45 more of 62"),
+        ("none of 12: the optimizer has none", "none of 12: the optimizer has none"),
+    ],
+)
+def test_a_title_names_few_of_what_was_loaded_otherwise(names: str, title: str) -> None:
+    found = mismatch([Change("loaded_weights", names, "as saved", "the checkpoint")], AT, 0)
+    words = explain(found, {})
+    assert words.title == f"What was loaded is not what was saved: weights of {title}"
+    assert names in words.cause
 
 
 def test_of_two_that_explain_each_other_the_earlier_is_the_cause() -> None:

@@ -23,6 +23,7 @@ from fp8watch_agent.update_names import (
     RECOMPUTED,
     REPEATED,
     SHRINK,
+    STEPPED_AGAIN,
     UPDATES_LOOKED,
     UPDATES_LOST,
 )
@@ -59,6 +60,9 @@ TOLD = {
     "left": (
         {GRADIENTS_LEFT: at(AT), GRADIENTS_KEPT: at(AT)},
         "optimizer-divergence", f"Gradients are not cleared since step {AT}", "zero_grad",
+    ),
+    "again": (
+        {STEPPED_AGAIN: at(AT + 1)}, "optimizer-divergence", f"The update of step {AT} was applied twice", "second optimizer.step",
     ),
     "repeated": (
         LOOKED | {REPEATED: at(AT, value=2), f"{OF}{{}}.weight": at(AT)},

@@ -27,6 +27,12 @@ def words(f: Finding) -> tuple[str, str]:
             f"The bits that the optimizer left in .grad behind step {at - 1} were still there where the backward of step {at} began, and it "
             f"added to them. The update is that of several steps' gradients, larger each time. {_INNOCENT}",
         )
+    if kind == "stepped-again":
+        return (
+            f"The update of step {at} was applied twice",
+            f"Behind step {at} the optimizer stepped once more, on the same gradients: no backward ran in between, and every gradient that was "
+            f"looked at had the bits of before. Moments took them in twice, and weights moved about twice as far. {_INNOCENT}",
+        )
     if kind == "gradients-repeated":
         num = evidence(f, "gradients_repeated")
         more = f" and {num - 1} more" if isinstance(num, int) and num > 1 else ""
@@ -89,6 +95,10 @@ _FIXES: dict[str, tuple[str, ...]] = {
         "Call optimizer.zero_grad() between optimizer.step and the next backward, for every optimizer; look at what changed at that step.",
         "Go back to the checkpoint before it where loss or weights have leaped since.",
     ),
+    "stepped-again": (
+        "Look for a second optimizer.step: in a callback, a retry behind an error or a timeout, a scaler or an engine that steps by itself.",
+        "If each step is meant to be applied more than once: silence this.",
+    ),
     "gradients-repeated": (
         "Look at buckets and buffers of the gradient reduction: an index that is not swapped, an overlap that does not wait, a parameter whose hook is gone.",
         "Switch overlapped reduction off for a few steps (overlap_comm, overlap_grad_reduce): if it goes, it is there.",
@@ -123,6 +133,7 @@ def fixes(kind: str) -> list[Fix]:
 
 _ALTERNATIVES: dict[str, tuple[tuple[str, str], ...]] = {
     "gradients-left": (("bad-batch", "gradients were cleared, and one batch had larger ones"),),
+    "stepped-again": (("scalar-shift", "the optimizer stepped once, and its learning rate was larger"),),
     "gradients-repeated": (("bad-batch", "the gradients of all weights are those of before: the batch came again"),),
     "update-astray": (("recipe-mismatch", "a checkpoint was loaded in that step, with moments of other parameters"),),
     "weights-rounded": (("gradient-underflow", "weights hold all their bits, and gradients are 0"),),

@@ -29,6 +29,7 @@ from fp8watch_agent.update_names import (
     RECOMPUTED,
     REPEATED,
     SHRINK,
+    STEPPED_AGAIN,
     UPDATES_LOOKED,
     UPDATES_LOST,
 )
@@ -85,9 +86,9 @@ class WeightUpdates(Detector):
         found: dict[str, Finding] = {}
         for view in ctx.now.views:
             logs = view.logs()
-            if not any(name in logs for name in (GRADIENTS_LEFT, UPDATES_LOOKED, RATE_TIMES)) and not any(
-                name.startswith(RECOMPUTED) for name in logs
-            ):
+            if not any(
+                name in logs for name in (GRADIENTS_LEFT, STEPPED_AGAIN, UPDATES_LOOKED, RATE_TIMES)
+            ) and not any(name.startswith(RECOMPUTED) for name in logs):
                 continue
             for kind, told in self._of_rank(ctx, view.rank, logs):
                 found.setdefault(kind, told)
@@ -108,6 +109,9 @@ class WeightUpdates(Detector):
                     [Evidence("gradients_left", num, 0, kept, step)],
                 )
             )
+        if logs.get(STEPPED_AGAIN, 0.0) > 0:
+            twice = [Evidence("updates_of_one_gradient", 2, 1, "", max(0, step - 1))]
+            hits.append(_Hit("stepped-again", "optimizer-divergence", "warning", "", twice))
         if logs.get(RATE_TIMES, 0.0) >= RATE_LEAP:
             times = [
                 Evidence("rate_times", _short(logs[RATE_TIMES]), 1, "of the others' rate", step),
@@ -163,6 +167,8 @@ class WeightUpdates(Detector):
         module, _, operand = about.rpartition(".")
         rows = [i for i, f in enumerate(facts) if module and f.module == module and f.operand == operand]
         began = self._seen.get(f"{kind} {about if kind == 'update-astray' else ''}", [ctx.now.step])[0]
+        if kind == "stepped-again":  # behind the step before, and its update
+            began = max(0, began - 1)
         more: dict[str, Any] = {"kind": kind, "first": about, "rank": rank, "began": began, "not_before": began}
         ranks, of_rank = ctx.now.ranks, Evidence("rank", rank, None, f"of {len(ctx.now.ranks)}", ctx.now.step)
         evidence = [*hit.evidence, of_rank] if len(ranks) > 1 else hit.evidence

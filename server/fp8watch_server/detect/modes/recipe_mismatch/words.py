@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from fp8watch_server.detect.families import update_words
 from fp8watch_server.detect.families.fault_why import IN_EFFECT
 from fp8watch_server.detect.finding import Finding, SiteFacts
@@ -14,7 +16,7 @@ from fp8watch_server.detect.sessions import BLIND_FACT, NOT_GIVEN
 CAUSES = ("weights", "moments")
 """What was loaded otherwise comes first: codes and scales follow from it."""
 IN_TITLE = 3
-"""Changes that the title names; the evidence has all of them."""
+"""Changes, or names of what was loaded, in the title; the evidence has more of them."""
 
 
 def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
@@ -52,7 +54,7 @@ def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
         groups = [(c[0].removeprefix(LOADED), c[1]) for c in changes if c[0].startswith(LOADED)]
         groups.sort(key=lambda g: (*CAUSES, g[0]).index(g[0]))
         return (
-            f"What was loaded is not what was saved: {groups[0][0]} of {groups[0][1]}",
+            f"What was loaded is not what was saved: {groups[0][0]} of {_few(str(groups[0][1]))}",
             "Behind the load these differ from the fingerprint in the checkpoint: "
             + "; ".join(f"{group} of {names}" for group, names in groups)
             + ". The files were damaged or exchanged, or the model was loaded in part or in another dtype.",
@@ -71,6 +73,15 @@ def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
         f"FP8 configuration changed: {title}{more}" if old not in ("", None) else f"FP8 configuration: {value}",
         f"What decides how operands are quantised is not what it was: {listed}.",
     )
+
+
+def _few(names: str) -> str:
+    """ "a, b, c, d and 4 more of 62" as "a, b, c and 5 more of 62"."""
+    found = re.fullmatch(r"(?P<named>.+?)(?: and (?P<more>\d+) more)? of (?P<all>\d+)", names)
+    if found is None or len(named := found["named"].split(", ")) <= IN_TITLE:
+        return names
+    more = len(named) - IN_TITLE + int(found["more"] or 0)
+    return f"{', '.join(named[:IN_TITLE])} and {more} more of {found['all']}"
 
 
 def _of_training(f: Finding) -> tuple[str, str]:
