@@ -141,3 +141,15 @@ def test_importing_loads_no_torch(package):
     code = f"import sys, {package}; print('torch' in sys.modules)"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert out.stdout.strip() == "False"
+
+
+def test_no_file_holds_both_sides_of_a_merge() -> None:
+    out = subprocess.run(
+        ["git", "grep", "-nIE", r"^(<<<<<<< |>>>>>>> |\|\|\|\|\|\|\| )"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert out.returncode in (0, 1), out.stderr
+    assert out.stdout == ""
