@@ -24,6 +24,9 @@ MASK = f"{BATCH}mask"
 CONCENTRATION = f"{BATCH}concentration"
 """Σ p² over the tokens of a step, in `BUCKETS` buckets: 1 where all are one token, 1 / BUCKETS where all are as frequent."""
 
+TARGETS = f"{BATCH}targets_concentration"
+"""The same over the scored class targets of a loss that are not beside tokens: 1 where all are one class."""
+
 COPIES = f"{BATCH}copies"
 """Share of the rows of a micro-batch that are copies of another row in it; 0 … 1."""
 

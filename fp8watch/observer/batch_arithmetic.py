@@ -50,16 +50,25 @@ def hash_integers(x: Tensor) -> Tensor | int:
     return ((wide_x ^ (wide_x >> 32)) * _odd(x.device)[: len(wide_x)]).sum()
 
 
-def concentration(tokens: Tensor) -> Number:
-    """Σ p² over buckets. [B, T]"""
+def concentration(tokens: Tensor, ignored: int | None = None) -> Number:
+    """Σ p² over buckets; NaN of nothing.
+
+    Args:
+        tokens: integers of any shape.
+        ignored: a value that does not count.
+    """
     if _on_host(tokens):
-        bucket = _host(tokens).astype(np.int64).ravel() & (BUCKETS - 1)
-        share = np.bincount(bucket) / bucket.size
+        known = _host(tokens).ravel()
+        known = known if ignored is None else known[known != ignored]
+        if not known.size:
+            return np.nan
+        share = np.bincount(known.astype(np.int64) & (BUCKETS - 1)) / known.size
         return float(np.dot(share, share))
-    buckets = tokens.reshape(-1).long() & (BUCKETS - 1)
+    flat = tokens.reshape(-1).long()
+    counts = torch.ones_like(flat, dtype=torch.float64) if ignored is None else (flat != ignored).double()
     count = torch.zeros(BUCKETS, dtype=torch.float64, device=tokens.device)
-    count.scatter_add_(0, buckets, torch.ones_like(buckets, dtype=torch.float64))
-    return (count / tokens.numel()).square().sum()
+    count.scatter_add_(0, flat & (BUCKETS - 1), counts)
+    return (count / counts.sum()).square().sum()
 
 
 def copies(inputs: Sequence[Tensor]) -> Number:

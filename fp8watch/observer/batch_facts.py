@@ -27,11 +27,12 @@ from fp8watch.observer.batch_arithmetic import (
     shares_of_shifts,
 )
 from fp8watch.sketch.weight_hash import hash_bits
-from fp8watch_agent.batch_names import CONCENTRATION, COPIES, HASH, MASK, SCORED
+from fp8watch_agent.batch_names import CONCENTRATION, COPIES, HASH, MASK, SCORED, TARGETS
 
 MAX_TENSORS = 16
 MIN_TOKENS, MAX_TOKENS = 64, 8192
 """Of a micro-batch; of more, the first rows are read."""
+MIN_TARGETS = 16
 MIN_ROWS, MAX_ROWS, MIN_COLUMNS = 4, 4096, 4
 """Of a micro-batch whose rows are held against each other."""
 _HASH_BITS = (1 << 52) - 1  # a float64 holds it
@@ -81,6 +82,11 @@ class BatchFacts:
 
     def take(self) -> dict[str, Number]:
         """All of the step, by name, and forget it: numbers, or 0-d tensors."""
+        if not self._paired and self._targets is not None:
+            targets, ignored = self._targets
+            if MIN_TARGETS <= targets.numel() <= MAX_TOKENS:
+                with torch.no_grad():
+                    self._facts[TARGETS] = concentration(targets, ignored)
         facts, hashed = self._facts, self._hash
         self._facts, self._hash, self._tokens, self._targets, self._paired = {}, None, None, None, False
         if hashed is not None:

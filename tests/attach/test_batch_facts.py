@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fp8watch.observer import batch_arithmetic, batch_facts
-from fp8watch_agent.batch_names import BATCH, CONCENTRATION, COPIES, HASH, MASK, SCORED, SHIFTS
+from fp8watch_agent.batch_names import BATCH, CONCENTRATION, COPIES, HASH, MASK, SCORED, SHIFTS, TARGETS
 
 NEXT, SECOND = SHIFTS[1], SHIFTS[2]
 
@@ -112,6 +112,8 @@ def test_a_device_computes_what_the_host_computes(monkeypatch, dtype):
             batch_arithmetic.scored(x, 3),
             *(batch_arithmetic.mean(mask.to(t)) for t in (torch.bool, dtype, torch.float16, torch.bfloat16)),
             *batch_arithmetic.shares_of_shifts(x[:, :-1], x[:, 1:] * 0 + 3, 3).values(),
+            batch_arithmetic.concentration(x, 3),
+            batch_arithmetic.concentration(x * 0 + 3, 3),
         ]
         return [*map(float, others), *map(float, pair.values())]
 
@@ -120,6 +122,32 @@ def test_a_device_computes_what_the_host_computes(monkeypatch, dtype):
     assert facts() == pytest.approx(host, rel=1e-12, nan_ok=True)
     assert host[2] == 1
     assert 0 < host[3] < 1
+
+
+class Classes(nn.Module):
+    """[B, 64] -> the loss over 8 classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.head = nn.Linear(64, 64), nn.Linear(64, 8)
+
+    def forward(self, x, targets):
+        return nn.functional.cross_entropy(self.head(self.up(x)), targets, ignore_index=-100)
+
+
+def test_class_targets_are_as_varied_as_those_that_are_scored(attach):
+    torch.manual_seed(0)
+    model = Classes()
+    watch, ends = attach(model), torch.arange(32) % 8
+    given = [ends, ends.clamp(max=1), torch.zeros_like(ends), torch.where(ends == 3, 3, -100), ends[:8]]
+    steps(model, *((lambda t=t: model(torch.randn(len(t), 64), t)) for t in given))
+    assert [f.get(TARGETS) for f in logged(watch)] == pytest.approx([1 / 8, (1 + 49) / 64, 1.0, 1.0, None])
+
+
+def test_targets_beside_tokens_are_none_of_classes(attach, lm):
+    watch = attach(lm)
+    steps(lm, outside(lm, 1), inside(lm, 2))
+    assert not any(TARGETS in f for f in logged(watch))
 
 
 def test_hashes_of_two_devices_add_up_as_those_of_one():

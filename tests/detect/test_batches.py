@@ -9,7 +9,7 @@ from detect.play import play
 from detect.scenarios import Case
 from detect.trace import Trace, healthy
 
-from fp8watch_agent.batch_names import CONCENTRATION, HASH, MASK, SHIFTS
+from fp8watch_agent.batch_names import CONCENTRATION, HASH, MASK, SHIFTS, TARGETS
 from fp8watch_agent.record import StepStatus
 from fp8watch_server.incidents.explain import explain
 
@@ -103,6 +103,25 @@ def test_a_mask_that_is_dropped_and_a_source_of_noise_are_information() -> None:
     t = made()
     t.logs[CONCENTRATION][AT:] *= 0.7
     assert "Tokens are more evenly spread" in the_one(t)[1]
+
+
+@pytest.mark.parametrize(
+    ("then", "title"),
+    [
+        (1.0, f"All targets are one class since step {AT}"),
+        (0.35, "Targets are of fewer classes"),
+        (0.05, "Targets are spread over more classes"),
+    ],
+)
+def test_classes_that_become_fewer_or_more_are_told_with_their_step(then: float, title: str) -> None:
+    t = made()
+    t.logs[TARGETS] = 0.14 * np.exp(np.random.default_rng(5).normal(0, 0.1, STEPS))
+    t.logs[TARGETS][AT:] = then
+    incident, told, cause = the_one(t)
+    assert incident.severity == "info"
+    assert abs(incident.first.onset - AT) <= 1
+    assert title in told
+    assert "FP8 is not the cause" in cause
 
 
 def stand(t: Trace, modules: tuple[str, ...]) -> None:

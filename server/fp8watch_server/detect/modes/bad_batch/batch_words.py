@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fp8watch_agent.batch_names import CONCENTRATION, COPIES, MASK, SCORED, SHIFTS
+from fp8watch_agent.batch_names import CONCENTRATION, COPIES, MASK, SCORED, SHIFTS, TARGETS
 from fp8watch_server.detect.finding import Evidence, Finding
 from fp8watch_server.detect.phrases import number
 from fp8watch_server.detect.remedies import Fix, Place
@@ -96,6 +96,15 @@ def _composition(f: Finding) -> tuple[str, str]:
             f"The share of labels that the loss scores went from {values.replace('→', 'to')} at step {at} and stays: "
             f"{'padding or prompts that are no longer masked out' if rose else 'more padding, or a mask over more of the row'}.",
         )
+    elif told.field == TARGETS:
+        one = told.value > 0.999
+        what, why = (
+            f"All targets are one class since step {at}"
+            if one
+            else f"Targets are {'of fewer classes' if rose else 'spread over more classes'} since step {at}: concentration {values}",
+            f"The chance that two scored targets of a batch are alike went from {values.replace('→', 'to')} at step {at} and stays: "
+            f"{'labels that fell back to a default, another order of the data, or a narrower source' if rose else 'another mixture, or labels drawn at random'}.",
+        )
     else:
         what, why = (
             f"Tokens are {'less varied' if rose else 'more evenly spread'} since step {at}: concentration {values}",
@@ -132,6 +141,7 @@ def fixes(p: Place) -> list[Fix]:
         ]: "Decode one row of tokens beside its labels: look at what hides tokens that are asked for, and at the shift.",
         MASK: "Look at the collator and at what hands attention_mask to the model; compare the row lengths before and after.",
         SCORED: "Look at where labels are set to the ignored index: padding, prompts, document boundaries.",
+        TARGETS: "Print some targets of before and after: look at what reads them (a missing key, a join, a default), and at the order of the data.",
         CONCENTRATION: "Decode some rows of before and after; compare source, filter and tokenizer of that shard.",
     }.get(str(p.extra.get("name")), "Compare the batches before and after that step.")
     return [

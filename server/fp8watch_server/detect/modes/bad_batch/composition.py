@@ -1,6 +1,6 @@
 """What batches are made of changed and stays so: mode 14, bad-batch, as information.
 
-Shapes:     shares of padding, scored labels, frequent tokens and labels in their own place, per step -> at most one finding
+Shapes:     shares of padding, scored labels, frequent tokens and classes, and labels in their own place, per step -> at most one finding
 Thread:     detect worker
 
 A mask that no longer reaches the model, padding that is scored, a source whose tokens are noise: what the model is given
@@ -14,7 +14,7 @@ import math
 
 import numpy as np
 
-from fp8watch_agent.batch_names import CONCENTRATION, MASK, SCORED, SHIFTS
+from fp8watch_agent.batch_names import CONCENTRATION, MASK, SCORED, SHIFTS, TARGETS
 from fp8watch_server.detect.context import Context
 from fp8watch_server.detect.detector import Detector
 from fp8watch_server.detect.finding import LOSS_FLOW, Evidence, Finding
@@ -28,7 +28,7 @@ LEAST = 0.03
 ONE_SIDE = 0.85
 LEAST_SHOWN = 0.05
 """Of all labels: fewer that stand where they are asked for, or more, are another text."""
-NAMES = (MASK, SCORED, CONCENTRATION, SHIFTS[0])
+NAMES = (MASK, SCORED, CONCENTRATION, TARGETS, SHIFTS[0])
 
 
 class Composition(Detector):

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from fp8watch_agent.batch_names import CONCENTRATION, COPIES, HASH, MASK, SCORED, SHIFTS
+from fp8watch_agent.batch_names import CONCENTRATION, COPIES, HASH, MASK, SCORED, SHIFTS, TARGETS
 from fp8watch_agent.experts import CHECKED_EXPERT, CHECKED_PRODUCT, NONFINITE_EXPERT, NONFINITE_EXPERT_ROW
 from fp8watch_agent.fault_names import WHY
 from fp8watch_agent.nonfinite_names import NONFINITE_INPUT
@@ -36,7 +36,7 @@ Floats = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
 
 MAX_NAMES = 512
-OF_BATCHES = (HASH, MASK, SCORED, CONCENTRATION, COPIES, *SHIFTS.values())
+OF_BATCHES = (HASH, MASK, SCORED, CONCENTRATION, TARGETS, COPIES, *SHIFTS.values())
 OTHERS_DETECT = (
     "max_attention_logit",
     "checkpoint_saved",
