@@ -488,6 +488,17 @@ def test_what_a_loop_or_a_model_says_of_itself_is_no_other_recipe() -> None:
     assert [f.mode for f in found] == []
 
 
+@pytest.mark.parametrize("when", ["before the session is known", "after"])
+def test_a_load_that_differs_is_told_whenever_the_session_says_it(when: str) -> None:
+    t = healthy(3, 40)
+    loads = {"loaded_weights": "a.weight of 21", "checkpoint.loaded_weights": "as saved"}
+    registered, said = (session(t, facts=facts) for facts in ({}, loads))
+    parts = [[said], [], []] if when != "after" else [[registered], [said], [said]]
+    (found,) = play(Case([t], 0, parts))
+    assert found.mode == "recipe-mismatch"
+    assert [e.field for e in found.evidence] == ["loaded_weights"]
+
+
 def test_much_that_is_announced_and_silent_is_told_once_of_a_session_that_is_known() -> None:
     """Only running shows it, so the session says it after its first steps. It explains nothing else."""
     t = healthy(5, 20)
