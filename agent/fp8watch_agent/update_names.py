@@ -20,6 +20,9 @@ STEPPED_AGAIN = f"{OPTIMIZER}stepped_again"
 UPDATES_LOOKED = f"{OPTIMIZER}updates_looked"
 """Weights whose last update was looked at; the names below are of these."""
 
+UPDATE_TIMES = f"{OPTIMIZER}update_times"
+"""How many times as far weights moved as Adam's moments and rate say; only where that is not about 1, and nearly all agree."""
+
 REPEATED = f"{OPTIMIZER}gradients_repeated"
 """Those whose gradient is that of the step before, times a number, while others have another one."""
 

@@ -1,5 +1,6 @@
 """What one step of an optimizer did to a few weights, and with which gradients: looked at in turns.
 
+Downstream: fp8watch.session.update_size
 Shapes:     SAMPLE elements each of up to ROWS weights, their gradients and moments, at two steps of an optimizer one behind the
             other -> a few numbers, only where there is news
 Thread:     training, before an optimizer steps; nothing waits for a device
@@ -8,6 +9,7 @@ Four things hold for every optimizer and need no past of the run. A gradient is 
 while others moved on: a buffer that nobody writes is. What an update has moved uses all bits of its dtype: a weight that was rounded
 to fewer does not. Weights do not shrink along themselves, all of them together, by more than their decay. And where Adam has
 a first moment, or an optimizer has none, each element moves against it: updates of other rows, or of another tensor, do not.
+How far it moves follows from what Adam keeps, see `update_size`.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8watch.session.standing_state import FIRST, SECOND, parameter_names, readable
+from fp8watch.session.update_size import Rate, rate_of, update_times
 from fp8watch_agent.update_names import (
     ASTRAY,
     COARSE,
@@ -31,6 +34,7 @@ from fp8watch_agent.update_names import (
     REPEATED,
     SHRINK,
     SHRINKING,
+    UPDATE_TIMES,
     UPDATES_LOOKED,
     UPDATES_LOST,
     WHICH,
@@ -79,6 +83,7 @@ class _Turn:
     gradients: Tensor  # [R, SAMPLE]
     eps: float  # of the gradients' dtype
     decays: list[float]  # [R] by which decay is to shrink them in this step
+    rates: list[Rate | None]  # [R] of plain Adam
 
 
 @dataclass
@@ -182,7 +187,8 @@ class UpdateTurns:
         groups = optimizer.param_groups
         decays = [_decay(groups[row.group]) if row.group < len(groups) else 0.0 for row in rows]
         eps = max(float(torch.finfo(g.dtype).eps) for g in gradients)
-        return _Turn(rows, numbers, offset, weights, _samples(gradients, offset).float(), eps, decays)
+        rates = [rate_of(optimizer, groups[row.group]) if row.group < len(groups) else None for row in rows]
+        return _Turn(rows, numbers, offset, weights, _samples(gradients, offset).float(), eps, decays, rates)
 
     def named(self, numbers: dict[str, float]) -> None:
         """Numbers of a step that have arrived: what is about a weight gets its name, and where nothing is new nothing stays."""
@@ -203,10 +209,12 @@ class UpdateTurns:
         shrinks = shrinks and numbers.get(SHRINKING, 0.0) >= numbers[UPDATES_LOOKED]
         self._num_shrunk = self._num_shrunk + 1 if shrinks else 0
         numbers.pop(SHRINKING, None)
+        if not numbers.get(UPDATE_TIMES):
+            numbers.pop(UPDATE_TIMES, None)
         if self._num_shrunk < SHRUNK_LOOKS:
             for name in (SHRINK, DECAY):
                 numbers.pop(name, None)
-            if not first:
+            if not first and UPDATE_TIMES not in numbers:
                 del numbers[UPDATES_LOOKED]
 
 
@@ -277,6 +285,7 @@ def _ended(optimizer: Optimizer, turn: _Turn) -> dict[str, Any]:
         numbers |= _coarse(weights, moved != 0, turn)
     directions = [_direction(optimizer, row, turn, i) for i, row in enumerate(turn.rows)]
     against = torch.stack([direction for direction, _ in directions])
+    numbers |= _times(optimizer, turn, was, moved) if weights.dtype == torch.float32 else {}
     numbers |= _shrink(was, moved, against) | {DECAY: max(turn.decays)}
     numbers |= _astray(
         [i for i, (_, exact) in enumerate(directions) if exact], turn, moved + decays[:, None] * was, against
@@ -339,6 +348,35 @@ def _astray(places: list[int], turn: _Turn, moved: Tensor, against: Tensor) -> d
     astray = torch.where((most > ASTRAY_SHARE) & (others < OTHERS_ASTRAY), most, 0.0)
     first = share.nan_to_num(0.0).argmax()
     return {ASTRAY: astray, _which(ASTRAY): _at(turn.numbers.index_select(0, at), first)}
+
+
+def _times(optimizer: Optimizer, turn: _Turn, was: Tensor, moved: Tensor) -> dict[str, Any]:
+    """How far weights moved beside what they were to; nothing of an optimizer of which that is not known. [R, SAMPLE]"""
+    places: list[int] = []
+    moments: list[tuple[Tensor, Tensor, Tensor]] = []
+    for i, (row, rate) in enumerate(zip(turn.rows, turn.rates, strict=True)):
+        kept = optimizer.state.get(row.parameter)
+        if rate is None or not isinstance(kept, dict):
+            continue
+        first, second, num = _sampled(kept.get(FIRST)), _sampled(kept.get(SECOND)), kept.get("step")
+        whole = _local(row.parameter).numel()
+        if (
+            first is None
+            or second is None
+            or not first.numel() == second.numel() == whole
+            or first.device != was.device
+        ):
+            continue
+        if isinstance(num, Tensor | float | int):
+            places.append(i)
+            moments.append((first, second, torch.as_tensor(num).detach().to(was.device, non_blocking=True).reshape(())))
+    if not places:
+        return {}
+    firsts, seconds = (_samples([m[k] for m in moments], turn.offset).float() for k in (0, 1))
+    rates = [rate for i in places if (rate := turn.rates[i]) is not None]
+    at = torch.tensor(places, device="cpu").to(was.device, non_blocking=True)
+    steps = torch.stack([m[2] for m in moments])
+    return {UPDATE_TIMES: update_times(rates, was[at], moved[at], firsts, seconds, steps)}
 
 
 def _direction(optimizer: Optimizer, row: _Row, turn: _Turn, i: int) -> tuple[Tensor, bool]:

@@ -29,12 +29,13 @@ from fp8watch_agent.update_names import (
     REPEATED,
     SHRINK,
     STEPPED_AGAIN,
+    UPDATE_TIMES,
     UPDATES_LOOKED,
 )
 
 NEWS = (
     GRADIENTS_LEFT, GRADIENTS_KEPT, UPDATES_LOOKED, REPEATED, COARSE, COARSE_BITS, SHRINK, DECAY, ASTRAY, RATE_TIMES,
-    RATE_PARAMETERS, OF, RECOMPUTED, STEPPED_AGAIN,
+    RATE_PARAMETERS, OF, RECOMPUTED, STEPPED_AGAIN, UPDATE_TIMES,
 )  # fmt: skip
 DIM = 64
 
@@ -136,6 +137,55 @@ def test_an_update_that_is_applied_again_is_told_with_the_step_behind_it(attach,
     steps(model, optimizer, 8, after=lambda step: optimizer.step() if step == 4 else None)
     assert [s.get(STEPPED_AGAIN) for s in news(watch)] == [None] * 5 + [1.0] + [None] * 2
     assert not watch.guard.errors
+
+
+@pytest.mark.parametrize(
+    ("make", "times"),
+    [
+        (adam, 2.0),
+        (adam, 4.0),
+        (adam, 0.5),
+        (adam, 1.1),
+        (OPTIMIZERS["Adam"], 2.0),
+        (lambda m: torch.optim.AdamW(m.parameters(), lr=torch.tensor(1e-2), weight_decay=0.1, maximize=True), 2.0),
+        (OPTIMIZERS["RMSprop"], 2.0),
+    ],
+)
+def test_weights_that_move_further_than_adam_says_are_told_by_how_much(attach, make, times):
+    model = Deep()
+    watch, optimizer = attach(model), make(model)
+    known = {}
+
+    def before(step):
+        known.update({p: p.detach().clone() for p in model.parameters()})
+
+    @torch.no_grad()
+    def after(step):
+        if step >= 6:
+            for p, was in known.items():
+                p.add_((times - 1) * (p - was))
+
+    steps(model, optimizer, 16, before=before, after=after)
+    said = [s.get(UPDATE_TIMES) for s in news(watch)]
+    told = isinstance(optimizer, torch.optim.Adam) and times != 1.1
+    assert not any(said[:7])
+    assert [s for s in said[7:] if s] == pytest.approx([times] * 4 if told else [], rel=0.02)
+    assert not watch.guard.errors
+
+
+def test_an_average_that_is_blended_in_now_and_then_is_no_larger_update(attach):
+    model, slow = Deep(), {}
+    watch, optimizer = attach(model), adam(model)
+    slow.update({p: p.detach().clone() for p in model.parameters()})
+
+    @torch.no_grad()
+    def after(step):
+        if step % 5 == 4:
+            for p, kept in slow.items():
+                p.copy_(kept.lerp_(p, 0.5))
+
+    steps(model, optimizer, 24, after=after)
+    assert not any(UPDATE_TIMES in s for s in news(watch))
 
 
 @pytest.mark.parametrize("what", ["other parameters", "cleared", "changed", "another pass"])

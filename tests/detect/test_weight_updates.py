@@ -24,6 +24,7 @@ from fp8watch_agent.update_names import (
     REPEATED,
     SHRINK,
     STEPPED_AGAIN,
+    UPDATE_TIMES,
     UPDATES_LOOKED,
     UPDATES_LOST,
 )
@@ -63,6 +64,10 @@ TOLD = {
     ),
     "again": (
         {STEPPED_AGAIN: at(AT + 1)}, "optimizer-divergence", f"The update of step {AT} was applied twice", "second optimizer.step",
+    ),
+    "times": (
+        LOOKED | {UPDATE_TIMES: at(*TWICE, value=2.0)},
+        "optimizer-divergence", f"Weights move 2 times as far as the optimizer's step since step {AT}", "besides optimizer.step",
     ),
     "repeated": (
         LOOKED | {REPEATED: at(AT, value=2), f"{OF}{{}}.weight": at(AT)},

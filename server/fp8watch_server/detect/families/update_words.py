@@ -33,6 +33,15 @@ def words(f: Finding) -> tuple[str, str]:
             f"Behind step {at} the optimizer stepped once more, on the same gradients: no backward ran in between, and every gradient that was "
             f"looked at had the bits of before. Moments took them in twice, and weights moved about twice as far. {_INNOCENT}",
         )
+    if kind == "update-times":
+        times = evidence(f, "update_times")
+        far = number(round(times, 2)) if isinstance(times, int | float) else "some"
+        return (
+            f"Weights move {far} times as far as the optimizer's step since step {at}",
+            f"Adam's moments, its learning rate and its decay say how far each weight moves. Of those that were looked at nearly all moved {far} times as "
+            f"far along it, at two looks since step {at}: each update is applied {'more than once' if isinstance(times, int | float) and times > 1 else 'in part'}, "
+            f"or something scales it behind the optimizer. {_INNOCENT}",
+        )
     if kind == "gradients-repeated":
         num = evidence(f, "gradients_repeated")
         more = f" and {num - 1} more" if isinstance(num, int) and num > 1 else ""
@@ -99,6 +108,10 @@ _FIXES: dict[str, tuple[str, ...]] = {
         "Look for a second optimizer.step: in a callback, a retry behind an error or a timeout, a scaler or an engine that steps by itself.",
         "If each step is meant to be applied more than once: silence this.",
     ),
+    "update-times": (
+        "Look for what writes into the weights besides optimizer.step: an engine that steps as well, a hook, an average that is blended in.",
+        "If it is meant (a trust ratio, a look-ahead of your own): silence this.",
+    ),
     "gradients-repeated": (
         "Look at buckets and buffers of the gradient reduction: an index that is not swapped, an overlap that does not wait, a parameter whose hook is gone.",
         "Switch overlapped reduction off for a few steps (overlap_comm, overlap_grad_reduce): if it goes, it is there.",
@@ -134,6 +147,7 @@ def fixes(kind: str) -> list[Fix]:
 _ALTERNATIVES: dict[str, tuple[tuple[str, str], ...]] = {
     "gradients-left": (("bad-batch", "gradients were cleared, and one batch had larger ones"),),
     "stepped-again": (("scalar-shift", "the optimizer stepped once, and its learning rate was larger"),),
+    "update-times": (("scalar-shift", "weights move as far as the moments say, and the rate was set higher"),),
     "gradients-repeated": (("bad-batch", "the gradients of all weights are those of before: the batch came again"),),
     "update-astray": (("recipe-mismatch", "a checkpoint was loaded in that step, with moments of other parameters"),),
     "weights-rounded": (("gradient-underflow", "weights hold all their bits, and gradients are 0"),),

@@ -30,6 +30,7 @@ from fp8watch_agent.update_names import (
     REPEATED,
     SHRINK,
     STEPPED_AGAIN,
+    UPDATE_TIMES,
     UPDATES_LOOKED,
     UPDATES_LOST,
 )
@@ -39,7 +40,7 @@ from fp8watch_server.detect.finding import Evidence, Finding, Severity
 
 REPEAT_STEPS = 5
 """Steps after which what goes on is told again, so that its incident stays open."""
-AGAIN = {"weights-rounded": (2, 24), "update-astray": (2, 96)}
+AGAIN = {"weights-rounded": (2, 24), "update-astray": (2, 96), "update-times": (2, 96)}
 """(times that it must be seen, each within so many steps of the one before)."""
 MAX_SEEN = 8
 FROM_THE_START, BY_HABIT = 24, 64
@@ -113,11 +114,11 @@ class WeightUpdates(Detector):
             twice = [Evidence("updates_of_one_gradient", 2, 1, "", max(0, step - 1))]
             hits.append(_Hit("stepped-again", "optimizer-divergence", "warning", "", twice))
         if logs.get(RATE_TIMES, 0.0) >= RATE_LEAP:
-            times = [
+            rate = [
                 Evidence("rate_times", _short(logs[RATE_TIMES]), 1, "of the others' rate", step),
                 Evidence("parameters", int(logs.get(RATE_PARAMETERS, 1)), None, "", step),
             ]
-            hits.append(_Hit("rate-of-group", "optimizer-divergence", "warning", about, times))
+            hits.append(_Hit("rate-of-group", "optimizer-divergence", "warning", about, rate))
         if num := int(logs.get(REPEATED, 0)):
             same = [Evidence("gradients_repeated", num, 0, of, step)]
             hits.append(_Hit("gradients-repeated", "silent-data-corruption", "warning", about, same))
@@ -125,6 +126,13 @@ class WeightUpdates(Detector):
             astray = [Evidence("update_astray", _short(share), 0, "share of the update", step)]
             habit: Severity = "warning" if self._first[f"update-astray {about}"] > BY_HABIT else "info"
             hits.append(_Hit("update-astray", "silent-data-corruption", habit, about, astray))
+        if (times := logs.get(UPDATE_TIMES, 0.0)) > 0 and self._again("update-times", "", step):
+            size = [
+                Evidence("update_times", _short(times), 1, "of what moments and rate say", step),
+                Evidence("weights", int(logs.get(UPDATES_LOOKED, 0)), None, "looked at", step),
+            ]
+            usual: Severity = "warning" if self._first["update-times "] > FROM_THE_START else "info"
+            hits.append(_Hit("update-times", "optimizer-divergence", usual, "", size))
         if (num := int(logs.get(COARSE, 0))) and self._again("weights-rounded", "", step):
             bits = [
                 Evidence("weight_bits", int(logs.get(COARSE_BITS, 16)), 24, "bits at most", step),
