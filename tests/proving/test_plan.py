@@ -21,6 +21,7 @@ HALVES = {
     "FRESH_FAMILIES": ("muon",),
     "UNSEEN_FAMILIES": ("world",),
     "SEALED_FAMILIES": ("ranker",),
+    "VEILED_FAMILIES": ("graph",),
 }
 
 
