@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from proving import split, tiny
@@ -157,7 +156,7 @@ class TestWorkspaces:
             assert 0.5 * fault.error < _error(got, x) < 1.6 * fault.error + 0.05, severity
             _, again, _ = kernel.quantize_dequantize(0.01 * x, job)
             assert torch.equal(again, scale_inv)
-            _, more, _ = kernel.quantize_dequantize(1e9 * x, job)
+            _, more, _ = kernel.quantize_dequantize(1e14 * x, job)
             assert float(more.min()) > float(scale_inv.max())
             _, after, _ = kernel.quantize_dequantize(x, job)
             assert float(after.min()) == float(more.max())
@@ -272,9 +271,12 @@ class TestHorizons:
 
     def test_the_loss_goes_uphill(self) -> None:
         t, fault = with_fault("rate-below-zero", "language")
-        fault.step, fault.until, fault.part, fault.num_steps = 12, None, 2.0, 4
+        fault.step, fault.until, fault.part, fault.num_steps = 12, None, 1.0, 4
+        batch = t.batch(0)
+        t.batch = lambda number: batch
         loss = [value for value, _ in steps_of(t, 0, 24, fault)]
-        assert np.mean(loss[-3:]) > np.mean(loss[9:12]) + 0.1
+        assert loss[0] > loss[11] + 0.05
+        assert loss[-1] > loss[11] + 0.05
 
 
 class TestCompression:
@@ -313,19 +315,21 @@ class TestCompression:
             steps_of(t, 0, 4, Change())
             state = saved(t, None, fault.step)
             got = fault.before_resume(t, copy.deepcopy(state))["optimizer"]["state"]
-            which = {"both": {"exp_avg", "exp_avg_sq"}, "first": {"exp_avg"}, "second": {"exp_avg_sq"}}[fault.which]
             for k in ("exp_avg", "exp_avg_sq", "step"):
                 was, now = (
                     torch.cat([of[k].flatten() for of in s.values()]) for s in (state["optimizer"]["state"], got)
                 )
-                assert torch.equal(was, now) == (k not in which)
+                assert torch.equal(was, now) == (k not in fault.concerned)
                 assert torch.equal(was.sign(), now.sign())
-                if k in which:
+                if k in fault.concerned:
                     whole = len(was) // fault.size * fault.size
                     largest, wrong = (x[:whole].view(-1, fault.size).abs().amax(1) for x in (was, now))
-                    by = int(fault.drawn["by"])
-                    assert torch.allclose(wrong[: len(wrong) - by], largest[by:], rtol=1e-4)
-            assert 0.3 < float(fault.drawn["error"]) / fault.error < 3, severity
+                    hit = ((largest - wrong).abs() > 1e-5 * largest).nonzero().flatten()
+                    assert 0 < len(hit) <= fault.drawn["num_blocks"]
+                    further = hit + int(fault.drawn["by"])
+                    known = further < len(largest)
+                    assert torch.allclose(wrong[hit][known], largest[further[known]], rtol=1e-4)
+            assert 0.6 < float(fault.drawn["error"]) / fault.error < 2.5, severity
 
 
 class TestOrders:

@@ -75,16 +75,18 @@ class ErrorFeedbackLost(Lasting):
 
 class MomentBlocksShifted(_Resumed):
     """Adam's moments are kept in 8 bits with a largest number for each block, and after a launch with other shards each block is multiplied by
-    that of another one (bitsandbytes #89, #2080: flat shards change what a block is). All blocks are shifted by as many as come nearest
-    to the error of the update that was drawn."""
+    that of another one (bitsandbytes #89, #2080: flat shards change what a block is), in one stretch of them. How many blocks follows from the error of the
+    update that was drawn."""
 
     name = "moment-blocks-shifted"
     bands: ClassVar[dict[str, tuple[float, float]]] = {"mild": (0.2, 0.6), "medium": (0.6, 2.5), "severe": (2.5, 20.0)}
     sizes: ClassVar[tuple[int, ...]] = (64, 128, 256)
 
-    def __init__(self, *, size: int, error: float, which: str, **kwargs: Any) -> None:
+    def __init__(self, *, size: int, error: float, which: str, parts: tuple[float, float], **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.size, self.error, self.which = size, error, which
+        self.size, self.error, self.parts = size, error, parts
+        moments = {"both": ("exp_avg", "exp_avg_sq"), "first": ("exp_avg",), "second": ("exp_avg_sq",)}
+        self.concerned = moments[which]
 
     @classmethod
     def draw(cls, rng: np.random.Generator, training: Training, severity: str) -> MomentBlocksShifted | None:
@@ -100,31 +102,40 @@ class MomentBlocksShifted(_Resumed):
             size=size,
             error=error,
             which=which,
+            parts=(float(rng.uniform(0.02, 0.9)), float(rng.random())),
         )
 
     def shifted(self, x: Tensor, by: int) -> Tensor:
-        """A flat moment whose blocks have the largest numbers of those `by` further on."""
-        blocks = torch.nn.functional.pad(x, (0, -len(x) % self.size)).view(-1, self.size)
+        """A flat moment whose blocks all have the largest numbers of those `by` further on."""
+        blocks = self._blocks(x)
         own = blocks.abs().amax(1, keepdim=True)
-        return (blocks / own.clamp_min(1e-30) * own.roll(by, 0)).flatten()[: len(x)]
+        return (blocks / own.clamp_min(1e-30) * own.roll(-by, 0)).flatten()[: len(x)]
+
+    def _blocks(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.pad(x, (0, -len(x) % self.size)).view(-1, self.size)
 
     def loaded(self, t: Training, state: dict[str, Any]) -> dict[str, Any]:
         moments = {i: of for i, of in state["optimizer"]["state"].items() if "exp_avg" in of}
         flat = {k: torch.cat([of[k].flatten() for of in moments.values()]) for k in ("exp_avg", "exp_avg_sq")}
-        concerned = {"both": ("exp_avg", "exp_avg_sq"), "first": ("exp_avg",), "second": ("exp_avg_sq",)}[self.which]
-
-        def moved(by: int) -> dict[str, Tensor]:
-            return {k: self.shifted(x, by) if k in concerned else x for k, x in flat.items()}
-
-        right, num_blocks = self._update(flat), -(-len(flat["exp_avg"]) // self.size)
-        steps = sorted({max(1, num_blocks * i // 64) for i in range(1, 64)} | {1, 2, 3, 5})
-        errors = {by: relative_error(self._update(moved(by)), right) for by in steps if by < num_blocks}
-        best = min(errors, key=lambda by: abs(np.log(errors[by] / self.error)))
-        self.note(by=best, of=num_blocks, error=errors[best])
-        wrong, begin, changed = moved(best), 0, {}
+        num_blocks = len(self._blocks(flat["exp_avg"]))
+        by, first = (max(1, int(part * num_blocks)) for part in self.parts)
+        wrong = {k: self.shifted(x, by) if k in self.concerned else x for k, x in flat.items()}
+        right, all_wrong = self._update(flat), self._update(wrong)
+        # as many blocks of the shard as make the error
+        errors = self._blocks(all_wrong - right).double().square().sum(1)
+        enough = self.error**2 * float(right.double().square().sum())
+        order = (torch.arange(num_blocks) + first) % num_blocks
+        spared = errors[order] > 2 * enough  # a block that alone is worse than was drawn
+        order = errors.argmin()[None] if spared.all() else order[~spared]
+        hit = torch.zeros(num_blocks, dtype=torch.bool)
+        hit[order[: int((errors[order].cumsum(0) < enough).sum()) + 1]] = True
+        of_elements = hit.repeat_interleave(self.size)[: len(right)]
+        got = {k: torch.where(of_elements, wrong[k], x) for k, x in flat.items()}
+        self.note(by=by, num_blocks=int(hit.sum()), of=num_blocks, error=relative_error(self._update(got), right))
+        begin, changed = 0, {}
         for i, of in moments.items():
             num, shape = of["exp_avg"].numel(), of["exp_avg"].shape
-            changed[i] = of | {k: x[begin : begin + num].view(shape).clone() for k, x in wrong.items()}
+            changed[i] = of | {k: x[begin : begin + num].view(shape).clone() for k, x in got.items()}
             begin += num
         return state | {"optimizer": state["optimizer"] | {"state": state["optimizer"]["state"] | changed}}
 
