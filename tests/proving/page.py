@@ -110,7 +110,10 @@ def goals(splits: dict[str, Score]) -> list[str]:
             lambda s: f"{len(s.scored)} / {len({j.line['change'] for j in s.scored})}" if s.scored else "–",
         ),
     ]
-    head = ["| | goal | sealed | unseen | fresh | held out | crossed | dev |", "|---|---|---|---|---|---|---|---|"]
+    head = [
+        "| | goal | veiled | sealed | unseen | fresh | held out | crossed | dev |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
     return head + [f"| {name} | {goal} | {' | '.join(f(splits[s]) for s in SPLITS)} |" for name, goal, f in rows]
 
 

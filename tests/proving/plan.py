@@ -47,7 +47,7 @@ UNSEEN_PER_FAULT, UNSEEN_PER_TRAP = (2, 1), (2, 0)
 """Of an unseen one: in the unseen families, other seeds of them where few have a place, and in the fresh and held-out ones."""
 SEALED_PER_FAULT, SEALED_PER_TRAP = (2, 1), (2, 0)
 """Of a sealed one: in the sealed families, likewise, and in the unseen, fresh and held-out ones."""
-VEILED_PER_FAULT, VEILED_PER_TRAP = (2, 1), (2, 0)
+VEILED_PER_FAULT, VEILED_PER_TRAP = (2, 1), (2, 1)
 """Of a veiled one: in the veiled families, likewise, and beside them."""
 VEILED_BESIDE = ("gemma", "perceiver", "ssm")
 """An unseen family, a sealed one and a held-out one, of three recipes: few, so that few twins are needed."""

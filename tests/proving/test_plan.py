@@ -22,6 +22,7 @@ HALVES = {
     "UNSEEN_FAMILIES": ("world",),
     "SEALED_FAMILIES": ("ranker",),
     "VEILED_FAMILIES": ("graph",),
+    "VEILED_BESIDE": (),
 }
 
 

@@ -21,7 +21,7 @@ from proving.faults.workspaces import _NeverZeroed
 from proving.loop import saved
 from proving.placed import steps_of, with_fault
 from proving.training import SEVERITIES, Change
-from torch import Tensor, nn
+from torch import Tensor
 
 from fp8watch.kernels import reference
 from fp8watch.numerics.quantize_job import quantize_jobs
@@ -105,9 +105,12 @@ class TestPacking:
             fault = _rowwise("pairs-swapped", severity)
             wrong, right = _read(fault, _normal(512, 128))
             swapped = right.unflatten(1, (-1, 2)).flip(-1).flatten(1)
-            changed = (wrong != right).any(1)
+            changed = wrong != right
             assert torch.equal(wrong[changed], swapped[changed])
-            assert torch.equal(wrong[changed].abs().amax(1), right[changed].abs().amax(1))
+            assert torch.equal(wrong.abs().amax(1), right.abs().amax(1))
+            vectors = changed.unflatten(1, (-1, 16)).any(2).flatten().nonzero().flatten()
+            gaps = vectors.diff()
+            assert int((gaps > 2).sum()) <= 1  # one stretch of them, which may go on at the beginning
             assert _error(wrong, right) == pytest.approx(fault.error, rel=0.15, abs=0.05), severity
 
     def test_of_the_other_copy_pairs_lie_along_its_own_rows(self) -> None:
@@ -126,8 +129,8 @@ class TestPacking:
             assert bool(wrong.isfinite().all())
             codes, scale_inv, _ = reference.quantize(x, quantize_jobs((1, 128), "E4M3", True)[-1])
             whole = codes.view(torch.int8 if fault.signed else torch.uint8).float() * scale_inv
-            changed = (wrong != right).any(1)
-            assert 0 < int(changed.sum()) <= 1024
+            changed = wrong != right
+            assert changed.any()
             assert torch.equal(wrong[changed], whole[changed])
             most = _error(whole, right)
             assert _error(wrong, right) == pytest.approx(min(fault.error, most), rel=0.15, abs=0.05), severity
@@ -169,49 +172,32 @@ class TestWorkspaces:
 
 
 class TestSaved:
-    def _gradients(self, t: Any) -> tuple[float, dict[str, Tensor]]:
-        t.model.zero_grad()
-        loss = t.loss(t.model, t.batch(0))
-        loss.backward()
-        return float(loss.detach()), {n: p.grad.clone() for n, p in t.model.named_parameters() if p.grad is not None}
-
-    def test_the_loss_is_right_and_gradients_before_what_was_kept_are_not(self) -> None:
+    def test_levels_are_as_coarse_as_was_drawn_and_stay(self) -> None:
+        g, x = _normal(64, 256), _normal(256, 128, seed=1)
         for severity in SEVERITIES:
-            t, fault = with_fault("saved-with-one-scale", "language", severity)
-            fault.modules = ["layers.1"]
-            loss, right = self._gradients(t)
-            fault.begin(t)
-            wrong_loss, wrong = self._gradients(t)
-            assert wrong_loss == loss
-            same = {n for n in right if torch.equal(right[n], wrong[n])}
-            assert {"output.weight", "norm.weight", "layers.1.feed_forward.w2.weight"} <= same
-            assert not {"layers.1.feed_forward.w1.weight", "layers.1.ffn_norm.weight", "tok_embeddings.weight"} & same
-            assert all(bool(g.isfinite().all()) for g in wrong.values())
-            fault.undo()
-            again = self._gradients(t)
-            assert again[0] == loss
-            assert all(torch.equal(again[1][n], right[n]) for n in right)
-            assert "forward" not in t.model.get_submodule("layers.1").__dict__
-
-    def test_levels_are_as_coarse_as_was_drawn(self) -> None:
-        for severity in SEVERITIES:
-            _, fault = with_fault("saved-with-one-scale", "language", severity)
+            _, fault = with_fault("saved-with-one-scale", severity=severity)
             assert isinstance(fault, SavedWithOneScale)
-            x = _normal(256, 64)
-            assert _error(fault.levels(x), x) == pytest.approx(fault.error, rel=0.25), severity
-            steps = fault.levels(x).unique().diff()
-            assert torch.allclose(steps / steps.min(), (steps / steps.min()).round(), atol=1e-2)
+            got = fault.wrong(g @ x, g, x)
+            (step,) = fault.steps.values()
+            read = fault.levels(x, step)
+            assert torch.allclose(got, g @ read, atol=1e-4)
+            assert _error(read, x) == pytest.approx(fault.error, rel=0.15), severity
+            assert torch.allclose(read / step, (read / step).round(), atol=1e-3)
+            again = fault.wrong(g @ (5 * x), g, 5 * x)
+            assert torch.allclose(again, g @ fault.levels(5 * x, step), atol=1e-3)
+            assert fault.levels(1e6 * x, step).abs().max() == pytest.approx(127 * step)
 
-    def test_statistics_weights_and_counts_are_kept_as_they_are(self) -> None:
-        _, fault = with_fault("saved-with-one-scale", "language")
-        for x in (
-            torch.randn(8, 12, 1),
-            torch.arange(64).view(2, 32),
-            torch.randn(40),
-            nn.Parameter(torch.randn(32, 32)),
-        ):
-            assert fault.kept(x) is x
-        assert fault.kept(nn.Parameter(torch.randn(32, 32)).t()).shape == (32, 32)
+    def test_it_is_wgrad_alone_that_reads_it(self) -> None:
+        t, fault = with_fault("saved-with-one-scale")
+        assert fault.gemm == "wgrad"
+        assert set(fault.modules) <= set(t.notes["linears"])
+
+    def test_an_input_of_zeros_is_kept_as_it_is(self) -> None:
+        _, fault = with_fault("saved-with-one-scale")
+        assert isinstance(fault, SavedWithOneScale)
+        out = torch.zeros(8, 32)
+        assert torch.equal(fault.wrong(out, _normal(8, 16), torch.zeros(16, 32)), out)
+        assert not fault.steps
 
 
 class TestRelaunches:
@@ -267,7 +253,7 @@ class TestHorizons:
                 factors.append(t.optimizer.param_groups[0]["lr"] / right)
             line = [-fault.part * n / 4 for n in (1, 2, 3, 4, 4, 4, 4)]
             assert factors == pytest.approx([1.0] * 3 + line + [1.0] * 2), severity
-        assert fault.part > 0.6
+        assert 0.1 < fault.part < 2
 
     def test_the_loss_goes_uphill(self) -> None:
         t, fault = with_fault("rate-below-zero", "language")

@@ -99,7 +99,6 @@ ROLES = {
     "mlp.down": r"(encoder|decoder)\.\d+\.fc2|narrow",
     "norm": r"(encoder|decoder)\.\d+\.norm\d|norm\d",
     "embedding": r"frames",
-    "head": r"wave",
 }
 
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from proving.faults._base import ERRORS, Lasting, has_adam, log_uniform, one_of, onset, relative_error, until
+from proving.faults._base import Lasting, has_adam, log_uniform, one_of, onset, relative_error, until
 from proving.faults.resume import _Resumed
 from proving.training import Expected, Training
 from torch import Tensor
@@ -24,6 +24,8 @@ class ErrorFeedbackLost(Lasting):
     follows from the error that was drawn, and then stays."""
 
     name = "error-feedback-lost"
+    bands: ClassVar[dict[str, tuple[float, float]]] = {"mild": (0.3, 0.5), "medium": (0.5, 0.8), "severe": (0.8, 0.97)}
+    """Of a gradient of which the largest elements are left: its norm falls to √(1 − error²)."""
 
     def __init__(self, *, way: str, error: float, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -33,7 +35,7 @@ class ErrorFeedbackLost(Lasting):
     @classmethod
     def draw(cls, rng: np.random.Generator, training: Training, severity: str) -> ErrorFeedbackLost | None:
         way = one_of(rng, ("largest", "signs")) if severity == "severe" else "largest"
-        step, error = onset(rng, training), log_uniform(rng, *ERRORS[severity])
+        step, error = onset(rng, training), log_uniform(rng, *cls.bands[severity])
         return cls(
             step=step,
             until=until(rng, step, 8, 40, stays=0.8),
@@ -79,12 +81,12 @@ class MomentBlocksShifted(_Resumed):
     update that was drawn."""
 
     name = "moment-blocks-shifted"
-    bands: ClassVar[dict[str, tuple[float, float]]] = {"mild": (0.2, 0.6), "medium": (0.6, 2.5), "severe": (2.5, 20.0)}
+    bands: ClassVar[dict[str, tuple[float, float]]] = {"mild": (0.5, 2.0), "medium": (2.0, 8.0), "severe": (8.0, 40.0)}
     sizes: ClassVar[tuple[int, ...]] = (64, 128, 256)
 
-    def __init__(self, *, size: int, error: float, which: str, parts: tuple[float, float], **kwargs: Any) -> None:
+    def __init__(self, *, size: int, error: float, which: str, parts: list[float], first: float, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.size, self.error, self.parts = size, error, parts
+        self.size, self.error, self.parts, self.first = size, error, parts, first
         moments = {"both": ("exp_avg", "exp_avg_sq"), "first": ("exp_avg",), "second": ("exp_avg_sq",)}
         self.concerned = moments[which]
 
@@ -93,7 +95,8 @@ class MomentBlocksShifted(_Resumed):
         if not has_adam(training) or training.resume_at:
             return None
         size, error = one_of(rng, cls.sizes), log_uniform(rng, *cls.bands[severity])
-        which = one_of(rng, ("both", "second")) if severity == "severe" else one_of(rng, ("both", "first", "second"))
+        # of both at once the errors nearly cancel
+        which = one_of(rng, ("both", "first", "second") if severity == "mild" else ("first", "second"))
         return cls(
             step=onset(rng, training),
             severity=severity,
@@ -102,7 +105,8 @@ class MomentBlocksShifted(_Resumed):
             size=size,
             error=error,
             which=which,
-            parts=(float(rng.uniform(0.02, 0.9)), float(rng.random())),
+            parts=rng.uniform(0.02, 0.98, 12).tolist(),
+            first=float(rng.random()),
         )
 
     def shifted(self, x: Tensor, by: int) -> Tensor:
@@ -118,13 +122,16 @@ class MomentBlocksShifted(_Resumed):
         moments = {i: of for i, of in state["optimizer"]["state"].items() if "exp_avg" in of}
         flat = {k: torch.cat([of[k].flatten() for of in moments.values()]) for k in ("exp_avg", "exp_avg_sq")}
         num_blocks = len(self._blocks(flat["exp_avg"]))
-        by, first = (max(1, int(part * num_blocks)) for part in self.parts)
-        wrong = {k: self.shifted(x, by) if k in self.concerned else x for k, x in flat.items()}
-        right, all_wrong = self._update(flat), self._update(wrong)
-        # as many blocks of the shard as make the error
-        errors = self._blocks(all_wrong - right).double().square().sum(1)
+        right = self._update(flat)
         enough = self.error**2 * float(right.double().square().sum())
-        order = (torch.arange(num_blocks) + first) % num_blocks
+        for part in self.parts:  # the first shift that is bad enough, else the last
+            by = max(1, int(part * num_blocks))
+            wrong = {k: self.shifted(x, by) if k in self.concerned else x for k, x in flat.items()}
+            errors = self._blocks(self._update(wrong) - right).double().square().sum(1)
+            if float(errors.sum()) > enough:
+                break
+        # as many blocks, from one on, as make the error
+        order = (torch.arange(num_blocks) + int(self.first * num_blocks)) % num_blocks
         spared = errors[order] > 2 * enough  # a block that alone is worse than was drawn
         order = errors.argmin()[None] if spared.all() else order[~spared]
         hit = torch.zeros(num_blocks, dtype=torch.bool)

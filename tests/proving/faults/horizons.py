@@ -15,14 +15,14 @@ from proving.training import Expected, Training
 class RateBelowZero(Lasting):
     """The rate is a line down to zero that nobody stops there, and the run is longer than was planned: each step goes uphill, a little faster
     than the one before (finetune-anything #57: a linear schedule with another number of epochs gives negative rates, and the loss
-    explodes; torchtitan #1010). `of_rate` is what part of the rate of the whole schedule is reached, with the other sign, after
+    explodes). `of_rate` is what part of the rate of the whole schedule is reached, with the other sign, after
     as many steps as `steps` says; there it stays."""
 
     name = "rate-below-zero"
     parts: ClassVar[dict[str, tuple[float, float]]] = {
-        "mild": (0.05, 0.15),
-        "medium": (0.15, 0.6),
-        "severe": (0.6, 4.0),
+        "mild": (0.004, 0.02),
+        "medium": (0.02, 0.1),
+        "severe": (0.1, 2.0),
     }
 
     def __init__(self, *, part: float, num_steps: int, **kwargs: Any) -> None:

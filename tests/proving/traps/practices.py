@@ -88,8 +88,8 @@ class SharpnessSought(Trap):
     @classmethod
     def draw(cls, rng: np.random.Generator, training: Training) -> Trap | None:
         made = cls(step=moment(rng, training))
-        made.radius = float(rng.uniform(0.02, 0.1))
-        made.drawn["radius"] = round(made.radius, 3)
+        made.radius = float(rng.uniform(0.002, 0.01))
+        made.drawn["radius"] = round(made.radius, 4)
         made.gradient, made.kept = [], []
         return made
 
