@@ -124,11 +124,14 @@ class MomentBlocksShifted(_Resumed):
         num_blocks = len(self._blocks(flat["exp_avg"]))
         right = self._update(flat)
         enough = self.error**2 * float(right.double().square().sum())
-        for part in self.parts:  # the first shift that is bad enough, else the last
-            by = max(1, int(part * num_blocks))
-            wrong = {k: self.shifted(x, by) if k in self.concerned else x for k, x in flat.items()}
-            errors = self._blocks(self._update(wrong) - right).double().square().sum(1)
-            if float(errors.sum()) > enough:
+        by, wrong, errors = 0, flat, torch.zeros(num_blocks, dtype=torch.float64)
+        for part in self.parts:  # the first shift that is bad enough, else the worst
+            moved = max(1, int(part * num_blocks))
+            got = {k: self.shifted(x, moved) if k in self.concerned else x for k, x in flat.items()}
+            those = self._blocks(self._update(got) - right).double().square().sum(1)
+            if not by or those.sum() > errors.sum():
+                by, wrong, errors = moved, got, those
+            if errors.sum() > enough:
                 break
         # as many blocks, from one on, as make the error
         order = (torch.arange(num_blocks) + int(self.first * num_blocks)) % num_blocks

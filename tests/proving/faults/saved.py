@@ -36,7 +36,7 @@ class SavedWithOneScale(ProductFault):
 
     def step_of(self, x: Tensor) -> float:
         """How far apart levels are that give the error; 0 where there is nothing to keep."""
-        rms = float(x.float().square().mean().sqrt())
+        rms = math.sqrt(float(x.double().square().mean()))
         if not (rms > 0 and math.isfinite(rms)):
             return 0.0
         # for numbers that fill many levels the error is step/√12 of their size; where few are left it is searched for

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from proving.training import Training, Trap
 from proving.traps._base import moment
-from torch import Tensor
+from torch import Tensor, nn
 
 
 class MomentsBegunAnew(Trap):
@@ -18,6 +18,8 @@ class MomentsBegunAnew(Trap):
     merged and begun again want it (ReLoRA, arXiv 2307.05695)."""
 
     name = "moments-begun-anew"
+    length: int
+    usual: list[float] | None
 
     @classmethod
     def draw(cls, rng: np.random.Generator, training: Training) -> Trap | None:
@@ -44,6 +46,12 @@ class LayersSkippedAtRandom(Trap):
     gradient, as if it were dead."""
 
     name = "layers-skipped-at-random"
+    blocks: list[str]
+    share: float
+    seed: int
+    random: np.random.Generator
+    forwards: dict[nn.Module, Any]
+    """What each block had for its own `forward`, None where it had none."""
 
     @classmethod
     def draw(cls, rng: np.random.Generator, training: Training) -> Trap | None:
@@ -61,7 +69,7 @@ class LayersSkippedAtRandom(Trap):
             for name in self.blocks:
                 block = t.model.get_submodule(name)
                 self.forwards[block] = block.__dict__.get("forward")
-                block.forward = functools.partial(self._skipped, block, block.forward)  # type: ignore[method-assign]
+                block.forward = functools.partial(self._skipped, block, block.forward)
         if step >= self.step:
             self.random = np.random.default_rng([self.seed, step])
 
@@ -81,16 +89,20 @@ class LayersSkippedAtRandom(Trap):
 
 class SharpnessSought(Trap):
     """Each gradient is taken a little uphill of the weights, along the one before, and the update is made from where they were, as in
-    sharpness-aware minimisation with one pass: what a forward pass reads is not what was stepped on last."""
+    sharpness-aware minimisation with one pass: what a forward pass reads is not what was stepped on last. No further than a tenth of the loss."""
 
     name = "sharpness-sought"
+    radius: float
+    loss: float
+    gradient: list[tuple[Tensor, Tensor]]
+    kept: list[tuple[Tensor, Tensor]]
 
     @classmethod
     def draw(cls, rng: np.random.Generator, training: Training) -> Trap | None:
         made = cls(step=moment(rng, training))
         made.radius = float(rng.uniform(0.002, 0.01))
         made.drawn["radius"] = round(made.radius, 4)
-        made.gradient, made.kept = [], []
+        made.gradient, made.kept, made.loss = [], [], 0.0
         return made
 
     @torch.no_grad()
@@ -102,7 +114,11 @@ class SharpnessSought(Trap):
         if bool(norm.isfinite()) and float(norm) > 0:
             self.kept = [(p, p.detach().clone()) for p, _ in self.gradient]
             for p, g in self.gradient:
-                p.add_(g, alpha=self.radius / float(norm))
+                p.add_(g, alpha=min(self.radius, 0.1 * self.loss / float(norm)) / float(norm))
+
+    def on_loss(self, t: Training, step: int, loss: Tensor) -> Tensor:
+        self.loss = abs(float(loss.detach()))
+        return loss
 
     @torch.no_grad()
     def after_backward(self, t: Training, step: int) -> None:
