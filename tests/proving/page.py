@@ -203,7 +203,7 @@ def part(lines: Sequence[dict[str, Any]]) -> str:
         "*Held out*: neither the family nor the generator of the fault was used to choose anything. *Crossed*: one of the two was.",
         "*Fresh*: faults and healthy events that nobody had tuned on when they were made, see below; *unseen*: such ones made after the fresh",
         "ones had been read; *sealed*: made like unseen, after the unseen set had been read, by an author who had not seen the detectors;",
-        "*veiled*: made like sealed, after the sealed set had been read, by an author who had seen neither the detectors nor what they said.",
+        "*veiled*: made like sealed, after the sealed set had been read, by an author who had seen no detector and no incident.",
         "A dash where none of them has been run.",
         f"*Dev* families: {', '.join(DEV_FAMILIES)}; held out: {', '.join(HELD_OUT_FAMILIES)};",
         f"fresh: {', '.join(FRESH_FAMILIES)}; unseen: {', '.join(UNSEEN_FAMILIES)};",

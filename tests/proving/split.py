@@ -9,7 +9,7 @@ fresh family. `unseen` came when the fresh set had been read too, and is made al
 detectors, with accepted names, places and FP8-or-not fixed before the first run, in families of its own, in fresh and in
 held-out ones. What was tried before is that each fault bites where it says and nowhere before; no incident was read.
 `sealed` is made like unseen, after the unseen set had been read, by an author who had not seen the detectors.
-`veiled` is made like sealed, after the sealed set had been read, by an author who had seen neither the detectors nor what they said.
+`veiled` is made like sealed, after the sealed set had been read, by an author who had seen no detector and no incident.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SEALED_TRAPS = (
     "moments-decay-otherwise", "penalty-in-the-loss", "pruned-gradually", "rows-given-to-others", "short-last-batch",
 )  # fmt: skip
 
-VEILED_GENERATORS = ("compression", "groups", "horizons", "orders", "packing", "relaunches", "saved", "workspaces")
+VEILED_GENERATORS = ("buffers", "compression", "groups", "launches", "orders", "packing")
 VEILED_TRAPS = ("layers-skipped-at-random", "moments-begun-anew", "sharpness-sought")
 
 HALVES = ("dev", "held-out", "fresh", "unseen", "sealed", "veiled")
