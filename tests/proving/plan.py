@@ -1,6 +1,6 @@
 """Which runs there are: every fault in some families, every trap in some, and the twin of each (family, seed).
 
-Fresh, unseen and sealed faults and traps are in families of their own and in older ones that chose nothing for them, all others in both
+Fresh, unseen, sealed and veiled faults and traps are in families of their own and in older ones that chose nothing for them, all others in both
 older halves.
 Families are drawn for a fault by its name, so the plan is the same everywhere and grows without being reshuffled.
 """
@@ -29,6 +29,9 @@ from proving.split import (
     UNSEEN_FAMILIES,
     UNSEEN_GENERATORS,
     UNSEEN_TRAPS,
+    VEILED_FAMILIES,
+    VEILED_GENERATORS,
+    VEILED_TRAPS,
     split_of,
 )
 from proving.training import SEVERITIES, Training
@@ -44,6 +47,10 @@ UNSEEN_PER_FAULT, UNSEEN_PER_TRAP = (2, 1), (2, 0)
 """Of an unseen one: in the unseen families, other seeds of them where few have a place, and in the fresh and held-out ones."""
 SEALED_PER_FAULT, SEALED_PER_TRAP = (2, 1), (2, 0)
 """Of a sealed one: in the sealed families, likewise, and in the unseen, fresh and held-out ones."""
+VEILED_PER_FAULT, VEILED_PER_TRAP = (2, 1), (2, 1)
+"""Of a veiled one: in the veiled families, likewise, and beside them."""
+VEILED_BESIDE = ("gemma", "perceiver", "ssm")
+"""An unseen family, a sealed one and a held-out one, of three recipes: few, so that few twins are needed."""
 
 SEEDS = 3
 """Weights and hyperparameters of a family."""
@@ -64,7 +71,7 @@ def generator_of(case: Case) -> str | None:
 
 
 def case_split(case: Case) -> str:
-    """dev, held-out, crossed, fresh, unseen or sealed. A twin that shares a newer fault's preparations is as new as that."""
+    """dev, held-out, crossed, fresh, unseen, sealed or veiled. A twin that shares a newer fault's preparations is as new as that."""
     generator = generator_of(case)
     if case.setup and newer(case.setup):
         generator = FAULTS[case.setup].generator
@@ -72,12 +79,13 @@ def case_split(case: Case) -> str:
 
 
 def newer(change: str) -> str | None:
-    """Of which newer set a fault or a trap is: "fresh", "unseen", "sealed", or None for those of the two older halves."""
+    """Of which newer set a fault or a trap is: "fresh", "unseen", "sealed", "veiled", or None for those of the two older halves."""
     generator = FAULTS[change].generator if change in FAULTS else None
     for name, generators, traps in (
         ("fresh", FRESH_GENERATORS, FRESH_TRAPS),
         ("unseen", UNSEEN_GENERATORS, UNSEEN_TRAPS),
         ("sealed", SEALED_GENERATORS, SEALED_TRAPS),
+        ("veiled", VEILED_GENERATORS, VEILED_TRAPS),
     ):
         if generator in generators or change in traps:
             return name
@@ -123,6 +131,10 @@ def cases(probe: Callable[[str, int], Training]) -> list[Case]:
         older = UNSEEN_FAMILIES + FRESH_FAMILIES + HELD_OUT_FAMILIES
         out += enumerate(_placed(change, SEALED_FAMILIES, per[0], 0, SEEDS, probe))
         out += enumerate(_placed(change, older, per[1], per[0], 1, probe))
+    for change in sorted(name for name in (*FAULTS, *TRAPS) if newer(name) == "veiled"):
+        per = VEILED_PER_FAULT if change in FAULTS else VEILED_PER_TRAP
+        out += enumerate(_placed(change, VEILED_FAMILIES, per[0], 0, SEEDS, probe))
+        out += enumerate(_placed(change, VEILED_BESIDE, per[1], per[0], 1, probe))
     return [case for _, case in sorted(out, key=lambda pair: pair[0])]
 
 

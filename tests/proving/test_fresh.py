@@ -129,6 +129,8 @@ class TestSplit:
         monkeypatch.setattr(plan, "HELD_OUT_FAMILIES", ("delayed",))
         monkeypatch.setattr(plan, "UNSEEN_FAMILIES", ())
         monkeypatch.setattr(plan, "SEALED_FAMILIES", ())
+        monkeypatch.setattr(plan, "VEILED_FAMILIES", ())
+        monkeypatch.setattr(plan, "VEILED_BESIDE", ())
         cases = plan.cases(lambda family, seed: probes[family])
         fresh = [c for c in cases if plan.newer(c.change) == "fresh"]
         assert {plan.case_split(c) for c in fresh} == {"fresh"}

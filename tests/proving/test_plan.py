@@ -21,6 +21,8 @@ HALVES = {
     "FRESH_FAMILIES": ("muon",),
     "UNSEEN_FAMILIES": ("world",),
     "SEALED_FAMILIES": ("ranker",),
+    "VEILED_FAMILIES": ("graph",),
+    "VEILED_BESIDE": (),
 }
 
 

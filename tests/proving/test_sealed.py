@@ -135,6 +135,8 @@ class TestSplit:
         monkeypatch.setattr(plan, "FRESH_FAMILIES", ("muon",))
         monkeypatch.setattr(plan, "UNSEEN_FAMILIES", ("speech",))
         monkeypatch.setattr(plan, "SEALED_FAMILIES", ())
+        monkeypatch.setattr(plan, "VEILED_FAMILIES", ())
+        monkeypatch.setattr(plan, "VEILED_BESIDE", ())
         without = plan.cases(lambda family, seed: probes[family])
         monkeypatch.setattr(plan, "SEALED_FAMILIES", ("perceiver", "ranker"))
         cases = plan.cases(lambda family, seed: probes[family])
