@@ -15,12 +15,16 @@ _RATE = f"{_T}test_a_group_whose_rate_leaps_beside_the_others_is_named_and_a_sch
 _AGAIN = f"{_T}test_a_recomputation_of_other_values_is_named"
 _TWICE = f"{_T}test_an_update_that_is_applied_again_is_told_with_the_step_behind_it"
 _NOT_TWICE = f"{_T}test_a_second_step_that_is_not_on_the_same_gradients_applies_none_again"
+_MEANT = f"{_T}test_what_a_weight_was_to_move_by_is_adams_step_and_its_decay"
 _TIMES = f"{_T}test_weights_that_move_further_than_adam_says_are_told_by_how_much"
 UPDATE_BUGS = [
-    Bug("decay that is no part of the moments", "update_size:update_times", "+ decay * was.double()", "", _TIMES),
+    Bug("decay that is no part of the moments", "update_size:update_times", "+ decay * was.double()", "", _MEANT),
     Bug("another rate is no second update", "update_size:update_times", "torch.where(agree & far, median, 0.0)", "torch.where(agree, median, 0.0)", _TIMES),
     Bug("weights that do not move along what they were to", "update_size:update_times", "large & (along > ALONG * (energy * went).sqrt()) & (energy > 0)",
-        "large & (energy > 0)", f"{_T}test_an_average_that_is_blended_in_now_and_then_is_no_larger_update"),
+        "large & (energy > 0)", _MEANT),
+    Bug("updates that are mostly rounding", "update_size:update_times", "known = large & ", "known = ", _MEANT),
+    Bug("weights that do not agree", "update_size:update_times", "torch.where(agree & far,", "torch.where(far,",
+        f"{_T}test_weights_that_do_not_agree_are_no_larger_update"),
     Bug("an update that is applied again", "gradients_left:GradientsLeft.before", "if known and not any(one.begun for one in known):", "if False:", _TWICE),
     Bug("a second step behind another pass", "gradients_left:_again", "(now == one.values).all() &", "", _NOT_TWICE),
     Bug("gradients that nobody clears", "gradients_left:_look", "torch.equal(now, one.values) if first", "False if first", _LEFT),

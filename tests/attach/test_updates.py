@@ -14,6 +14,7 @@ from fp8watch.observer.batch_arithmetic import copies
 from fp8watch.observer.recompute_values import RecomputeValues
 from fp8watch.session import update_turns
 from fp8watch.session.gradients_left import GradientsLeft
+from fp8watch.session.update_size import Rate, update_times
 from fp8watch_agent.batch_names import COPIES
 from fp8watch_agent.update_names import (
     ASTRAY,
@@ -171,6 +172,29 @@ def test_weights_that_move_further_than_adam_says_are_told_by_how_much(attach, m
     assert not any(said[:7])
     assert [s for s in said[7:] if s] == pytest.approx([times] * 4 if told else [], rel=0.02)
     assert not watch.guard.errors
+
+
+@pytest.mark.parametrize(
+    ("times", "noise", "small", "said"),
+    [(2.0, 0.0, False, 2.0), (2.0, 2.0, False, 0.0), (2.0, 0.0, True, 0.0), (1.0, 0.0, False, 0.0)],
+)
+def test_what_a_weight_was_to_move_by_is_adams_step_and_its_decay(times, noise, small, said):
+    g = torch.Generator().manual_seed(0)
+    was, first, noisy = (torch.randn(4, 512, generator=g) for _ in range(3))
+    second, lr = first.square() + torch.rand(4, 512, generator=g), 1e-8 if small else 1e-2
+    step = first / (1 - 0.9**3) / ((second / (1 - 0.999**3)).sqrt() + 1e-8)
+    meant = -lr * (step + 0.5 * was)
+    moved = times * meant + noise * meant.norm() * noisy / noisy.norm()
+    got = update_times([Rate(lr, 0.5, 0.9, 0.999, 1e-8)] * 4, was, moved, first, second, torch.full((4,), 3.0))
+    assert float(got) == pytest.approx(said, rel=1e-4)
+
+
+def test_weights_that_do_not_agree_are_no_larger_update():
+    was = moved = torch.ones(4, 512)
+    factors = torch.tensor([2.0, 3.0, 4.0, 6.0])[:, None]
+    first, second = -factors.reciprocal() * was, was  # that is, a step of 1 over the factor
+    got = update_times([Rate(1.0, 0.0, 0.0, 0.0, 0.0)] * 4, was, moved, first, second, torch.ones(4))
+    assert float(got) == 0.0
 
 
 def test_an_average_that_is_blended_in_now_and_then_is_no_larger_update(attach):
