@@ -69,9 +69,16 @@ CAUSES = [
     Bug(
         "what began earlier is taken over by nothing that came later",
         "match:explained_by",
-        "        if finding.earliest(window_steps * _stride(finding)) <= latest(\n",
-        "        if finding.step > 0 or finding.earliest(window_steps * _stride(finding)) <= latest(\n",
+        "        if finding.earliest(window_steps * _stride(finding)) <= begun:\n",
+        "        if finding.step > 0 or finding.earliest(window_steps * _stride(finding)) <= begun:\n",
         f"{REJUDGED}::test_a_failure_that_began_later_explains_nothing_that_came_before",
+    ),
+    Bug(
+        "what was open before a cause is not taken over",
+        "match:explained_by",
+        "begun = min(begun, i.opened + 1)",
+        "pass",
+        "tests/incidents/test_roots.py::test_what_was_open_before_a_fault_can_have_begun_is_none_of_its_consequences",
     ),
     Bug(
         "an incident begins with its onset",

@@ -61,6 +61,7 @@ def fold(findings: Sequence[Finding], sites: Mapping[int, SiteFacts], window_ste
             made = Open(
                 row=row, flow=f.rank_in_flow, weight_born=bool(f.extra.get("weight_born")), origin_rank=f.rank,
                 num_events=0, stride=stride, names=frozenset({f.scalar}), kind=f.kind, earliest=f.earliest(window_steps * stride),
+                opened=f.step,
             )  # fmt: skip
             incident = Folded(f, f, f.severity, f.step, {f.mode: f.step})
             opened.append((made, incident))

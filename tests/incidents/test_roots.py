@@ -44,6 +44,20 @@ def test_a_cause_that_is_found_later_takes_its_consequence_over(store: Store) ->
     assert store.messages == ["firing"]
 
 
+@pytest.mark.parametrize(("good", "alone"), [(13, True), (5, False)])
+def test_what_was_open_before_a_fault_can_have_begun_is_none_of_its_consequences(
+    store: Store, good: int, alone: bool
+) -> None:
+    for step in range(7, 111, 7):
+        put(store, finding(store, "chronic-quantization-noise", step, began=0, stride=7))
+    fault = finding(store, "quantiser-fault", 111, OTHER, "critical", began=good + 1, not_before=good + 1, stride=98)
+    put(store, fault)
+    chronic = {"first_step": 0, "mode": "chronic-quantization-noise"}
+    told = [{name: i[name] for name in chronic} for i in store.incidents]
+    taken = {"first_step": good + 1, "mode": "quantiser-fault"}
+    assert told == ([chronic, taken] if alone else [taken])
+
+
 def test_a_warning_that_becomes_critical_is_told_once_more(store: Store) -> None:
     put(store, finding(store, "delayed-clip", 10))
     for step in (11, 12, 13):

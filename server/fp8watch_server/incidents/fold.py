@@ -101,12 +101,13 @@ def _load(conn: sa.Connection, run_id: str, tenant: str, attempt: int, status: s
     for row in list(rows.mappings()):
         events = list(
             conn.execute(
-                sa.select(e.c.kind, e.c.detail)
+                sa.select(e.c.kind, e.c.detail, e.c.step)
                 .where(e.c.run_id == run_id, e.c.tenant == tenant, e.c.incident_id == row["id"])
                 .order_by(e.c.seq)
             )
         )
-        roots = [detail for kind, detail in events if "flow" in detail]
+        details = [detail for _, detail, _ in events]
+        roots = [detail for detail in details if "flow" in detail]
         root = roots[-1] if roots else {}
         told = row["mode"], row["verdict"]
         out.append(
@@ -118,9 +119,10 @@ def _load(conn: sa.Connection, run_id: str, tenant: str, attempt: int, status: s
                 kind=str(root.get("kind", "")),
                 earliest=root.get("earliest"),
                 was_told=told,
-                stride=max((int(detail.get("stride", 1)) for _, detail in events), default=1),
-                muted=frozenset(detail["muted"] for _, detail in events if "muted" in detail),
-                names=frozenset(detail["scalar"] for _, detail in events if detail.get("scalar")),
+                opened=next((step for kind, _, step in events if kind == "opened"), None),
+                stride=max((int(detail.get("stride", 1)) for detail in details), default=1),
+                muted=frozenset(detail["muted"] for detail in details if "muted" in detail),
+                names=frozenset(detail["scalar"] for detail in details if detail.get("scalar")),
                 told_severity=row["severity"],
                 num_events=len(events),
                 ranks=frozenset(row["place"].get("ranks", ())),
@@ -198,6 +200,7 @@ def _new(
         weight_born=False,
         origin_rank=finding.rank,
         num_events=0,
+        opened=finding.step,
         change="opened",
     )
     _place_at(incident, finding, words)

@@ -39,6 +39,7 @@ class Open:
     num_events: int  # rows of incident_event
     kind: str = ""  # Finding.kind that it reports; "" for its mode
     earliest: int | None = None  # step before which its cause cannot have begun; None for first_step
+    opened: int | None = None  # step whose data opened it: by then it had begun; None where that is not known
     stride: int = 1  # steps between the samples that its evidence comes from
     muted: frozenset[str] = frozenset()  # modes that it explains
     names: frozenset[str] = frozenset()  # logged scalars that it tells of
@@ -150,9 +151,12 @@ def explained_by(
         if PRECURSORS.get(finding.mode) == i.row["mode"]:
             return i
         # each onset is as uncertain as the samples are apart that it was seen in
-        if finding.earliest(window_steps * _stride(finding)) <= latest(
-            i.cause, i.row["first_step"], window_steps * i.stride
-        ):
+        begun = latest(i.cause, i.row["first_step"], window_steps * i.stride)
+        if (
+            i.opened is not None and finding.extra.get("not_before") is not None
+        ):  # a look at its own place was good until then
+            begun = min(begun, i.opened + 1)
+        if finding.earliest(window_steps * _stride(finding)) <= begun:
             return i
     return None
 
