@@ -28,6 +28,7 @@ from fp8watch_agent.update_names import (
     UPDATES_LOOKED,
     UPDATES_LOST,
 )
+from fp8watch_server.detect.families.weight_updates import REPEAT_STEPS
 from fp8watch_server.detect.modes import MODE_BY_SLUG
 from fp8watch_server.incidents.explain import explain
 
@@ -95,6 +96,15 @@ TOLD = {
         "silent-data-corruption", "What is recomputed for {}.input is not what the forward pass computed", "preserve_rng_state",
     ),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("gap", [2, 9, 14])
+def test_looks_that_are_steps_apart_are_of_one_incident(gap: int) -> None:
+    looks = range(40, STEPS, gap)
+    t = made()
+    [incident] = incidents(t, {UPDATES_LOOKED: at(*looks, value=8), UPDATE_TIMES: at(*looks, value=2.0)})
+    assert incident.first.onset == 40
+    assert looks[-1] - incident.last_step < REPEAT_STEPS
 
 
 @pytest.mark.parametrize("name", TOLD)

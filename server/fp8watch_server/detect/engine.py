@@ -381,7 +381,7 @@ class DetectionEngine:
             **self._registry.context(found, self._table),
             "loss_seen": any(s.sees_loss() for s in streams),
             "loss_given": view.scalar("loss") is not None,
-            "stride": stride,
+            "stride": max(stride, int(found.extra.get("apart", 1))),
             "status": view.status,
             "batch_id": found.extra.get("jump_batch_id") or view.batch_id,
             "operands_measured": bool(np.any(view.has(Measured.COUNTS))) if len(view) else False,

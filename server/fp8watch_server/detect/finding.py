@@ -141,7 +141,7 @@ class Finding:
     `consequence` (the spread of a cause that is already known: never opens an incident), `weight_born` (only already
     broken weights were seen: another rank may hold the cause), `operands` (the roles that are hit, for the fix),
     `batch_id`, `began` and `not_before` (see `onset` and `earliest`), `leap` (a jump in one step, of a mode that is a
-    slope by its name), `seen` (its onset is known to the step), `sampled` (it rests on what only full samples hold), and what a mode adds for its own text.
+    slope by its name), `seen` (its onset is known to the step), `apart` (steps between looks that have turns of their own), `sampled` (it rests on what only full samples hold), and what a mode adds for its own text.
     """
 
     mode: str

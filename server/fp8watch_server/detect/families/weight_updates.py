@@ -174,10 +174,13 @@ class WeightUpdates(Detector):
         kind, about, facts = hit.kind, hit.about, ctx.now.table.facts
         module, _, operand = about.rpartition(".")
         rows = [i for i, f in enumerate(facts) if module and f.module == module and f.operand == operand]
-        began = self._seen.get(f"{kind} {about if kind == 'update-astray' else ''}", [ctx.now.step])[0]
+        seen = self._seen.get(f"{kind} {about if kind == 'update-astray' else ''}", [ctx.now.step])
+        began = seen[0]
         if kind == "stepped-again":  # behind the step before, and its update
             began = max(0, began - 1)
         more: dict[str, Any] = {"kind": kind, "first": about, "rank": rank, "began": began, "not_before": began}
+        if len(seen) > 1:  # looks at updates are some steps apart: the incident stays open from one to the next
+            more["apart"] = max(1, seen[-1] - seen[-2])
         ranks, of_rank = ctx.now.ranks, Evidence("rank", rank, None, f"of {len(ctx.now.ranks)}", ctx.now.step)
         evidence = [*hit.evidence, of_rank] if len(ranks) > 1 else hit.evidence
         where = np.array(rows, dtype=np.int64)
