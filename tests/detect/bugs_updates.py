@@ -62,8 +62,8 @@ OF_UPDATES = [
     Bug(
         "labels that stand among the tokens",
         "composition",
-        "NAMES = (MASK, SCORED, CONCENTRATION, SHIFTS[0])",
-        "NAMES = (MASK, SCORED, CONCENTRATION)",
+        "NAMES = (MASK, SCORED, CONCENTRATION, TARGETS, SHIFTS[0])",
+        "NAMES = (MASK, SCORED, CONCENTRATION, TARGETS)",
         f"{UPDATES}::test_labels_that_stand_where_they_are_asked_for_are_information",
     ),
 ]
