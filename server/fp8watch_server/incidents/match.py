@@ -152,9 +152,8 @@ def explained_by(
             return i
         # each onset is as uncertain as the samples are apart that it was seen in
         begun = latest(i.cause, i.row["first_step"], window_steps * i.stride)
-        if (
-            i.opened is not None and finding.extra.get("not_before") is not None
-        ):  # a look at its own place was good until then
+        looked = finding.mode in UNEXPLAINED and finding.extra.get("not_before") is not None
+        if looked and i.opened is not None:  # in turns far apart, and its own place was good at the last of them
             begun = min(begun, i.opened + 1)
         if finding.earliest(window_steps * _stride(finding)) <= begun:
             return i
