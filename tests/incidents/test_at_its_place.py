@@ -46,11 +46,12 @@ def test_what_was_explained_and_stays_broken_keeps_its_cause_open(store: Store) 
     assert modes(store) == ["silent-data-corruption", "nan-in-activation"]
 
 
-def test_a_fault_that_is_seen_in_rare_samples_does_not_reach_back_over_their_distance(store: Store) -> None:
+@pytest.mark.parametrize("mode", ["kernel-output-fault", "silent-data-corruption"])
+def test_a_fault_that_is_seen_in_rare_samples_does_not_reach_back_over_their_distance(store: Store, mode: str) -> None:
     for step in range(79, 128):
         put(store, finding(store, "optimizer-divergence", step, began=79))
-    put(store, finding(store, "kernel-output-fault", 127, OTHER, stride=20, not_before=122, severity="critical"))
-    assert modes(store) == ["optimizer-divergence", "kernel-output-fault"]
+    put(store, finding(store, mode, 127, OTHER, stride=20, not_before=122, severity="critical"))
+    assert modes(store) == ["optimizer-divergence", mode]
 
 
 @pytest.mark.parametrize(("onset", "named"), [(110, OTHER), (120, DOWN)])
