@@ -499,6 +499,18 @@ def test_a_load_that_differs_is_told_whenever_the_session_says_it(when: str) -> 
     assert [e.field for e in found.evidence] == ["loaded_weights"]
 
 
+def test_a_session_of_an_older_attempt_that_comes_late_says_nothing_of_the_newer_one() -> None:
+    t = healthy(3, 40)
+
+    def of(name: str, attempt: int, said: str) -> SessionFacts:
+        loads = {"loaded_weights": said, "checkpoint.loaded_weights": "as saved"} if said else {}
+        return session(t, session=name, attempt=attempt, facts=loads)
+
+    parts = [[of(t.session, 2, "")], [of("0" * 32, 1, "a.weight of 21")], [of(t.session, 2, "b.weight of 21")]]
+    (found,) = play(Case([t], 0, parts))
+    assert [e.value for e in found.evidence] == ["b.weight of 21"]
+
+
 def test_much_that_is_announced_and_silent_is_told_once_of_a_session_that_is_known() -> None:
     """Only running shows it, so the session says it after its first steps. It explains nothing else."""
     t = healthy(5, 20)

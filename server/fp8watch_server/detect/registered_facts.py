@@ -72,9 +72,9 @@ class Registry:
         changes = s.blind(facts, known)
         before = self._newest.get(facts.rank)
         if again or (before is not None and before.attempt > facts.attempt):
-            # what only running shows, a load for one, comes when the session is known, or with it: as the worker happens to look
-            held = s.own_contradictions(known) if known is not None else []
-            changes += [c for c in s.own_contradictions(facts) if c not in held]
+            if known is not None:  # what only running shows, a load for one, comes with the session or later
+                held = s.own_contradictions(known)
+                changes += [c for c in s.own_contradictions(facts) if c not in held]
             self._note(changes, facts.session)
             return True
         self._newest[facts.rank] = facts

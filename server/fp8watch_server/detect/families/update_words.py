@@ -30,7 +30,7 @@ def words(f: Finding) -> tuple[str, str]:
     if kind == "stepped-again":
         return (
             f"The update of step {at} was applied twice",
-            f"Behind step {at} the optimizer stepped once more, on the same gradients: no backward ran in between, and every gradient that was "
+            f"Behind step {at} the optimizer stepped once more, on the same gradients: no backward came to a watched module in between, and every gradient that was "
             f"looked at had the bits of before. Moments took them in twice, and weights moved about twice as far. {_INNOCENT}",
         )
     if kind == "update-times":
