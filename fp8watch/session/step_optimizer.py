@@ -33,6 +33,9 @@ NEVER_RAN = (
 )
 STUCK_FACT = "no_step_ended"
 MAX_WRAPPERS = 8
+ASK_AGAIN = 32
+"""Times that it is asked for one that holds nothing watched, after which the model's parameters are listed anew; before that the first
+time, the second, the fourth …"""
 PADDING = 1.1  # of flattened copies, over the number of elements that they are of
 FOUND_INF = "found_inf"
 """Fact of an optimizer: it was told to skip."""
@@ -110,6 +113,7 @@ class StepOwner:
         self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet(self._named)
         self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._strangers: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
+        self._asked: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # of those that hold nothing
         self._adopted: Optimizer | None = None
         self._by_hand = False  # the user ends steps: nothing is adopted
         self._late = 0
@@ -132,6 +136,10 @@ class StepOwner:
         ids = {id(p) for g in optimizer.param_groups for p in g["params"]}
         if ids & self._ids:
             return True
+        asked = self._asked[optimizer] = self._asked.get(optimizer, 0) + 1
+        # another model's, where ours is known: listing takes long, and it steps often
+        if self._known and asked & (asked - 1) and asked % ASK_AGAIN:
+            return False
         self._refresh()  # FSDP2 replaces parameters after attach, Megatron adds the copies
         return bool(ids & self._ids)
 

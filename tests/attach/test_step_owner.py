@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fp8watch.observer.step_state import STUCK_AFTER_PASSES
+from fp8watch.session.step_optimizer import ASK_AGAIN, StepOwner
 from fp8watch_agent.record import StepStatus
 
 
@@ -116,6 +117,42 @@ def test_whoever_holds_the_parameters_displaces_the_adopted(attach):
         owner.step()
     assert numbers(watch) == [0, 1, 2, 3, 4]
     assert calls(watch) == [{1}] * 5
+
+
+def test_the_steps_of_another_models_optimizer_do_not_list_the_parameters_each_time(attach, monkeypatch):
+    """A discriminator, a critic: a model of thousands of modules takes longer to be listed than such a step takes."""
+    m, other = model(), model()
+    watch = attach(m, recipe="observe")
+    owner, foreign = torch.optim.SGD(m.parameters(), lr=0.1), torch.optim.SGD(other.parameters(), lr=0.1)
+    listed = []
+    refresh = StepOwner._refresh
+    monkeypatch.setattr(StepOwner, "_refresh", lambda self: (listed.append(1), refresh(self)))
+    for _ in range(100):
+        forward_backward(m)
+        owner.step()
+        forward_backward(other)
+        foreign.step()
+    assert len(numbers(watch)) == 100
+    assert len(listed) <= 20
+
+
+@pytest.mark.parametrize("steps_before", [3, 40])
+def test_parameters_that_are_put_in_late_are_found_all_the_same(attach, capsys, steps_before):
+    m, other = model(), model()
+    watch = attach(m, recipe="observe")
+    owner, optimizer = torch.optim.SGD(m.parameters(), lr=0.1), torch.optim.SGD(other.parameters(), lr=0.1)
+    for _ in range(steps_before):
+        forward_backward(m)
+        owner.step()
+        forward_backward(other)
+        optimizer.step()
+    for mine, theirs in zip(m, other, strict=True):  # as FSDP2 replaces them
+        mine.weight, mine.bias = theirs.weight, theirs.bias
+    for _ in range(ASK_AGAIN):
+        forward_backward(m)
+        optimizer.step()
+    assert len(numbers(watch)) >= steps_before + ASK_AGAIN // 2
+    assert "holds none" not in capsys.readouterr().err
 
 
 class Engine:
