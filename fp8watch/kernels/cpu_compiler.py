@@ -79,6 +79,9 @@ def row_header() -> str:
             f"#define MEASURED_ALL {FILLS_SAMPLED}",
             f"#define MEASURED_PROBE {int(Measured.COUNTS | Measured.AMAX)}",
             f"#define MEASURED_ENERGIES {int(Measured.ENERGIES)}",
+            f"#define MEASURED_COUNTS {int(Measured.COUNTS)}",
+            f"#define MEASURED_AMAX {int(Measured.AMAX)}",
+            f"#define MEASURED_CAST {int(Measured.COUNTS | Measured.CODES)}",
             f"#define AMAX_BUCKET_SHIFT {128 - AMAX_BUCKET_OFFSET}",
             "",
         ]

@@ -66,6 +66,11 @@ def load() -> ctypes.CDLL:
         return _load()
 
 
+def loaded() -> ctypes.CDLL | None:
+    """The library where something has loaded it; nothing is compiled for what can do without."""
+    return _library
+
+
 def _load() -> ctypes.CDLL:
     global _library, _reason
     if _library is None and _reason is None:
@@ -245,6 +250,14 @@ def _open(path: Path) -> ctypes.CDLL:
         library.fp8watch_merge.restype = None
         library.fp8watch_magnitude.argtypes = [pointer, i64, i32]
         library.fp8watch_magnitude.restype = i32
+        library.fp8watch_glance.argtypes = [pointer, i64, pointer]
+        library.fp8watch_glance.restype = i32
+        library.fp8watch_bands.argtypes = [i64, *[pointer] * 8]
+        library.fp8watch_bands.restype = None
+        library.fp8watch_row_jumps.argtypes = [
+            pointer, i64, pointer, ctypes.c_float, ctypes.c_float, *[pointer] * 7
+        ]  # fmt: skip
+        library.fp8watch_row_jumps.restype = None
         library.fp8watch_look.argtypes = [pointer, i64, i32, i32, pointer, i32]
         library.fp8watch_dequantize.argtypes = [pointer, pointer, pointer, i64, i64, i64, i64, i32, i32]
         library.fp8watch_dequantize.restype = None

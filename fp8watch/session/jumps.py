@@ -17,6 +17,7 @@ from collections.abc import Mapping
 import numpy as np
 import numpy.typing as npt
 
+from fp8watch.kernels.cpu_jumps import BandMemory
 from fp8watch_agent.record import Measured
 
 WINDOW_STEPS = 16  # about how many steps a band remembers
@@ -40,6 +41,8 @@ class Bands:
         shape = self.floors.shape
         self._middle, self._spread = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
         self._count = np.zeros(shape, np.float32)
+        rule = float(LEARNED_STEPS), float(WINDOW_STEPS), SPREADS, LEARNED_SPREADS
+        self.memory = BandMemory(self.floors, self._middle, self._spread, self._count, rule)
 
     @property
     def known(self) -> npt.NDArray[np.bool_]:
@@ -56,6 +59,8 @@ class Bands:
         Returns:
             [n] float32: above 1 where a number jumped; 0 where it was not measured or too little is known.
         """
+        if (found := self.memory.see(values, there)) is not None:
+            return found
         known = there.astype(np.float32)
         away = (values - self._middle) * known
         size = np.abs(away)
@@ -103,6 +108,9 @@ class RowJumps:
         Returns:
             [sites] float32: above 1 where one of a site's numbers jumped; 0 where nothing is known.
         """
+        ends = float(_LEAST_AMAX), float(_MOST_AMAX)
+        if (found := self._bands.memory.see_rows(rows, broken, ends, _FEET)) is not None:
+            return found
         measured, shares = rows["measured"], self._shares
         counts = ((measured & _CAST) == int(Measured.COUNTS)) & ~broken
         amax = ((measured & int(Measured.AMAX)) != 0) & ~broken

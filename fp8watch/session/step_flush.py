@@ -251,7 +251,7 @@ class StepFlush:
             )
         if self.plan.why.late or self.plan.why.found:
             numbers.update(self.guard.run("why", self.plan.why.told, rows, self.names) or {})
-        if (scale := numbers.get("loss_scale", 1.0)) > 0:  # gradients were as much larger
+        if (scale := numbers.get("loss_scale", 1.0)) > 0 and scale != 1.0:  # gradients were as much larger
             rows["impact_energy"] /= scale**2
         if numbers.pop(FOUND_INF, 0.0) and left.status == StepStatus.OK:
             left.status = StepStatus.SKIPPED
@@ -271,13 +271,19 @@ class StepFlush:
             leaves, records, before, windows = self.merge.leaving(left.step, rows, calm, in_burst=in_burst)
             self._record_windows(before, windows)
         logs = {k: v for k, v in numbers.items() if k not in STEP_SCALARS and (v or not k.startswith(NONFINITE_INPUT))}
-        records = rows[leaves] if records is None else records
+        ids = self._ids
+        if records is None:
+            records = rows
+            if not leaves.all():
+                records, ids = rows[leaves], ids[leaves]
+        else:
+            ids = ids[leaves]
         vectors = None
         if "vectors" in parts:
             flat = parts["vectors"].numpy()
             vectors = self.guard.run("experts", self.plan.experts.vectors.vectors, left.vectors, flat, self.site_ids)
         more = {"experts": vectors} if vectors else {}
-        self.recorder.record_step(_header(left, numbers), self._ids[leaves], records, logs, left.batch_id, **more)
+        self.recorder.record_step(_header(left, numbers), ids, records, logs, left.batch_id, **more)
         for mirror in self.mirrors:
             self.guard.run("mirror", mirror.see, left.step, rows)
         if followed.jumped:

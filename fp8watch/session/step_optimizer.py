@@ -113,7 +113,9 @@ class StepOwner:
         self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet(self._named)
         self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._strangers: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
-        self._asked: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # of those that hold nothing
+        self._asked: weakref.WeakKeyDictionary[Optimizer, int] = (
+            weakref.WeakKeyDictionary()
+        )  # of those that hold nothing
         self._adopted: Optimizer | None = None
         self._by_hand = False  # the user ends steps: nothing is adopted
         self._late = 0

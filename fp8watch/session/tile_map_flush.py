@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fp8watch.numerics.tile_stats import TileStats
-from fp8watch.observer.step_sample import StepSample
+from fp8watch.observer.step_sample import NO, StepSample
 from fp8watch.session.event_follow import Followed
 from fp8watch.session.jumps import Rows
 from fp8watch.sketch.host_copy import HostCopies, HostCopy
@@ -73,7 +73,9 @@ class TileMapFlush:
             followed: rows that follow a jump.
         """
         asked = self.recorder.wanted_captures()
-        streamed = {row for row in tiles if sample.maps[row] or (asked and self.site_ids[row] in asked)}
+        streamed = set()
+        if asked or sample.maps is not NO:
+            streamed = {row for row in tiles if sample.maps[row] or (asked and self.site_ids[row] in asked)}
         triggered = self._triggered(rows, broken, suspects)
         budget = MAX_TRIGGERED_BYTES
         for row in triggered:
@@ -88,7 +90,7 @@ class TileMapFlush:
                     self._begin(row, earlier, stats)
         for row in sorted(streamed):
             self._begin(row, step, _of_event(tiles[row], rows[row]))
-        for row, at, stats in self._of_jump(step, tiles, budget, followed):
+        for row, at, stats in self._of_jump(step, tiles, budget, followed) if followed.rows else ():
             self._begin(row, at, stats)
         wanted = {row for row in triggered if self._num_broken[row] <= MAX_BROKEN_SAMPLES}
         if asked:
@@ -113,6 +115,8 @@ class TileMapFlush:
 
     def _triggered(self, rows: Rows, broken: npt.NDArray[np.bool_], suspects: AbstractSet[int]) -> list[int]:
         """Rows that broke, in the order of execution; each is counted."""
+        if not (self._num_broken or suspects or broken.any()):
+            return []
         for row in [row for row in self._num_broken if not broken[row]]:
             del self._num_broken[row]
         triggered: list[int] = [*np.flatnonzero(broken).tolist(), *sorted(suspects)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import Counter
 
@@ -9,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+from fp8watch.kernels import cpu_library
 from fp8watch.numerics.tile_stats import HEAVY, LIGHT
-from fp8watch.session import jumps, tile_map_flush
+from fp8watch.session import event_follow, jumps, tile_map_flush
 from fp8watch.session.event_follow import (
     APART_STEPS,
     BURST_STEPS,
@@ -21,11 +23,12 @@ from fp8watch.session.event_follow import (
     WHOLE_STEPS,
     EventFollow,
     Follow,
+    broken_rows,
 )
 from fp8watch.session.jumps import RowJumps, ScalarJumps
 from fp8watch.session.overhead_budget import FIRST_STEPS
 from fp8watch.sketch.tile_cache import HISTORY_STEPS
-from fp8watch_agent.record import Measured, empty_rows, holds
+from fp8watch_agent.record import QUANTISER_FAULTS, Measured, empty_rows, holds
 
 SPREADS = np.repeat([0.01, 0.12, 0.9], 20)  # octaves from step to step: weights, inputs, gradients
 WARM = 30
@@ -367,3 +370,87 @@ def test_of_many_sites_the_first_and_the_furthest_are_followed():
     order = np.array([0, 5, 4, 1, 6, 2, 3], np.int32)
     assert jumps.most_telling(score, order, 4) == [3, 5, 4, 2]
     assert jumps.most_telling(np.array([0.1, 0.0, 0.3], np.float32), order[:3], 2) == [2, 0]
+
+
+# One call of the C library stands for forty of numpy: the same answers, whichever is there.
+
+
+def eventful(seed, num_steps=60):
+    """Light rows of which some jump, are not there, or broke."""
+    rng = np.random.default_rng(seed)
+    for step, rows in enumerate(healthy(num_steps, seed)):
+        rows["num_zero_tiles"], rows["num_eps_tiles"] = rng.integers(0, 4, (2, len(rows)))
+        rows["num_saturated"] = rng.poisson(0.2, len(rows))
+        jumps_now = rng.random(len(rows)) < 0.02
+        rows["amax_max"][jumps_now] *= np.exp2(rng.uniform(-12, 12, jumps_now.sum()))
+        rows["num_underflow"][jumps_now] *= 50
+        rows["measured"][rng.random(len(rows)) < 0.1] = 0
+        rows["measured"][rng.random(len(rows)) < 0.05] |= int(Measured.CODES)
+        rows["amax_max"][rng.random(len(rows)) < 0.02] = 0.0
+        for name in ("num_nan", "num_inf", "num_off_scale_tiles", "num_sentinel_tiles"):
+            rows[name][rng.random(len(rows)) < 0.01] = 3
+        if step % 7 == 3:
+            name = ("num_nonfinite_outputs", *QUANTISER_FAULTS)[step // 7 % 5]
+            rows[name][step % len(rows)] = 1
+        yield rows
+
+
+@pytest.fixture
+def no_library(monkeypatch):
+    return lambda: monkeypatch.setattr(cpu_library, "loaded", lambda: None)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_scores_and_bands_are_those_of_numpy(seed, no_library):
+    assert cpu_library.load() is not None
+    found = {}
+    for which in ("library", "numpy"):
+        if which == "numpy":
+            no_library()
+        seen, said = RowJumps(len(SPREADS)), []
+        for rows in eventful(seed):
+            broken = broken_rows(rows)
+            said.append((seen.see(rows, broken), broken, event_follow._is_wrong(rows)))
+        found[which] = seen, said
+    for mine, numpys in zip(found["library"][1], found["numpy"][1], strict=True):
+        np.testing.assert_allclose(mine[0], numpys[0], rtol=2e-5, atol=1e-6)
+        assert np.array_equal(mine[1], numpys[1])
+        assert mine[2] == numpys[2]
+    assert any(score.max() > 1 for score, *_ in found["numpy"][1])
+    assert {wrong for *_, wrong in found["numpy"][1]} == {True, False}
+    for name in ("_middle", "_spread", "_count"):
+        mine, numpys = (getattr(found[which][0]._bands, name) for which in ("library", "numpy"))
+        np.testing.assert_allclose(mine, numpys, rtol=2e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("without_it", [False, True])
+def test_loss_and_norm_jump_by_either(no_library, without_it):
+    assert cpu_library.load() is not None
+    if without_it:
+        no_library()
+    seen, rng = ScalarJumps(), np.random.default_rng(0)
+    calm = [seen.see({"loss": 2 + 0.01 * rng.standard_normal(), "grad_norm": 1.0}) for _ in range(30)]
+    assert not any(calm)
+    assert not seen.see({"loss": math.nan, "grad_norm": 1.0})
+    assert seen.see({"loss": 2.6, "grad_norm": 1.0})
+    assert seen.see({"loss": 2.0, "grad_norm": 9.0})
+
+
+def test_a_copy_has_bands_of_its_own():
+    assert cpu_library.load() is not None
+    seen, sound = RowJumps(len(SPREADS)), np.zeros(len(SPREADS), bool)
+    for rows in healthy(WARM):
+        seen.see(rows, sound)
+    other, before = copy.deepcopy(seen), seen._bands._middle.copy()
+    rows["amax_max"] *= 2
+    other.see(rows, sound)
+    assert np.array_equal(seen._bands._middle, before)
+    assert not np.array_equal(other._bands._middle, before)
+
+
+def test_rows_that_lie_apart_are_read_by_numpy():
+    assert cpu_library.load() is not None
+    (rows,) = healthy(1)
+    rows["num_nan"][::2] = 1
+    assert np.array_equal(broken_rows(rows[::2]), np.ones(len(SPREADS) // 2, bool))
+    assert np.array_equal(broken_rows(rows[1::2]), np.zeros(len(SPREADS) // 2, bool))

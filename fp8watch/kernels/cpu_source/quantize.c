@@ -7,6 +7,7 @@
 #include <stdlib.h>
 
 #include "dequantize.h"
+#include "jumps.h"
 #include "slow.h"
 
 #define MAX_CHUNKS 64
@@ -241,6 +242,32 @@ int fp8watch_look(const void *x, int64_t n, int32_t dtype, int32_t energy, struc
     }
     leave(mode);
     return bits >= EXPONENT_MASK;
+}
+
+int32_t fp8watch_glance(const struct row *rows, int64_t n, uint8_t *broken) { return glance(rows, n, broken); }
+
+/* n numbers held against their bands, then learned. */
+void fp8watch_bands(int64_t n, const float *values, const uint8_t *there, const float *floors, const struct band_rule *rule,
+                    float *middle, float *spread, float *count, float *score) {
+    for (int64_t i = 0; i < n; i++) score[i] = band_see(values[i], there[i], floors[i], rule, middle + i, spread + i, count + i);
+}
+
+/* Rows held against the bands of their sites [NUM_BANDS, n], then learned; of each the largest score. */
+void fp8watch_row_jumps(const struct row *rows, int64_t n, const uint8_t *broken, float least, float most, const float *feet,
+                        const float *floors, const struct band_rule *rule, float *middle, float *spread, float *count, float *score) {
+    for (int64_t i = 0; i < n; i++) {
+        float values[NUM_BANDS], highest = 0;
+        const int bits = rows[i].measured, sound = !broken[i];
+        const int amax = sound && bits & MEASURED_AMAX, counts = sound && (bits & MEASURED_CAST) == MEASURED_COUNTS;
+        const int there[NUM_BANDS] = {amax, counts, counts, amax};
+        judged(rows + i, least, most, feet, values);
+        for (int b = 0; b < NUM_BANDS; b++) {
+            const int64_t at = b * n + i;
+            const float mine = band_see(values[b], there[b], floors[at], rule, middle + at, spread + at, count + at);
+            if (mine > highest) highest = mine;
+        }
+        score[i] = highest;
+    }
 }
 
 /* Codes [M, K], contiguous, times the scale_inv of their tile. */
