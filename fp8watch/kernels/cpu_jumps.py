@@ -48,7 +48,7 @@ class BandMemory:
 
     def see(self, values: npt.NDArray[np.float32], there: npt.NDArray[np.bool_]) -> npt.NDArray[np.float32] | None:
         """As `Bands.see`; None where there is no library."""
-        library = cpu_library.loaded()
+        library = cpu_library.library
         if library is None:
             return None
         score = np.empty(values.shape, np.float32)
@@ -66,7 +66,7 @@ class BandMemory:
         feet: npt.NDArray[np.float32],
     ) -> npt.NDArray[np.float32] | None:
         """As `RowJumps.see`; None where there is no library, or rows lie apart."""
-        library = cpu_library.loaded()
+        library = cpu_library.library
         if library is None or not _whole(rows):
             return None
         score = np.empty(len(rows), np.float32)
@@ -79,7 +79,7 @@ class BandMemory:
 def glance(rows: npt.NDArray[np.void]) -> tuple[npt.NDArray[np.bool_], bool] | None:
     """Which rows are broken, and whether an output or a quantiser of any is wrong; None where there is no library, or rows
     lie apart."""
-    library = cpu_library.loaded()
+    library = cpu_library.library
     if library is None or not _whole(rows):
         return None
     broken = np.empty(len(rows), np.bool_)

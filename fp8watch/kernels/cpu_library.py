@@ -47,7 +47,8 @@ _ABANDONED_S = 86400.0  # a build folder of that age belongs to a process that w
 _CHECK = "import ctypes, sys; sys.exit(ctypes.CDLL(sys.argv[1]).fp8watch_check())"
 
 _lock = threading.Lock()
-_library: ctypes.CDLL | None = None
+library: ctypes.CDLL | None = None
+"""Where something has loaded it; nothing is compiled for what can do without."""
 _reason: Unavailable | None = None
 
 
@@ -66,24 +67,19 @@ def load() -> ctypes.CDLL:
         return _load()
 
 
-def loaded() -> ctypes.CDLL | None:
-    """The library where something has loaded it; nothing is compiled for what can do without."""
-    return _library
-
-
 def _load() -> ctypes.CDLL:
-    global _library, _reason
-    if _library is None and _reason is None:
+    global library, _reason
+    if library is None and _reason is None:
         try:
-            _library = _obtain()
+            library = _obtain()
         except Unavailable as reason:
             _reason = reason
         except OSError as error:  # a full disk, no more processes
             _reason = Unavailable(f"the C library could not be made: {error}")
-    if _library is None:
+    if library is None:
         assert _reason is not None
         raise Unavailable(*_reason.args)
-    return _library
+    return library
 
 
 def _obtain() -> ctypes.CDLL:

@@ -397,7 +397,7 @@ def eventful(seed, num_steps=60):
 
 @pytest.fixture
 def no_library(monkeypatch):
-    return lambda: monkeypatch.setattr(cpu_library, "loaded", lambda: None)
+    return lambda: monkeypatch.setattr(cpu_library, "library", None)
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -24,7 +24,7 @@ _X86 = platform.machine() in ("x86_64", "AMD64")
 _RUN = """
 import sys
 from fp8watch.kernels import cpu_library, cpu_compiler
-cpu_library._library = cpu_library._open(__import__("pathlib").Path(sys.argv[1]))
+cpu_library.library = cpu_library._open(__import__("pathlib").Path(sys.argv[1]))
 import pytest
 sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", *sys.argv[2:]]))
 """

@@ -198,7 +198,7 @@ def test_a_compiler_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.Monk
 def test_an_explicit_choice_raises_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", "no-such-compiler -O9")
     monkeypatch.setattr(cpu_library, "load", cpu_library.load.__wrapped__)
-    monkeypatch.setattr(cpu_library, "_library", None)
+    monkeypatch.setattr(cpu_library, "library", None)
     monkeypatch.setattr(cpu_library, "_reason", None)
     with pytest.raises(
         ValueError, match="backend='cpu' cannot be used: CC='no-such-compiler -O9' is not a program on PATH"
