@@ -77,6 +77,22 @@ def test_clips_that_come_again_are_told_though_none_of_them_did_harm() -> None:
     assert [(f.mode, f.step, f.severity) for f in found] == [("delayed-clip", s, "warning") for s in (101, 102)]
 
 
+@pytest.mark.parametrize(
+    ("operand", "depth", "severity"),
+    [("grad_output", 2.5, "warning"), ("grad_output", 20.0, "critical"), ("input", 2.5, "critical")],
+)
+def test_a_gradient_that_is_clipped_less_than_its_limit_wakes_nobody(operand: str, depth: float, severity: str) -> None:
+    """Four steps that cost half of the mantissa: those of a sound run's key projection were."""
+    trace = healthy(3, 120, recipe="delayed", hybrid=True)
+    one = trace.mask(DOWN, operand)
+    for name in ("scale_ratio_max", "scale_ratio_min"):
+        trace.columns[name][100:104, one] = depth
+    steps = np.arange(120)
+    trace.set_sqnr(one, np.where((steps >= 100) & (steps < 104), 12.0, trace.sqnr(one)[:, 0]))
+    found = [f for f in play(Case([trace], 100)) if f.mode == "delayed-clip"]
+    assert {f.severity for f in found} - {"info"} == {severity}
+
+
 def test_a_fault_that_lasts_does_not_become_the_new_normal() -> None:
     """Had the baseline learned it, the alarm would be over after half of its window."""
     case = BY_NAME["gradient-underflow"].make(3, 1)

@@ -5,7 +5,8 @@ Thread:     detect worker
 
 Under delayed scaling saturation is real: what the scale can carry is FP8_MAX·scale_inv, and the clip depth says how far
 the operand stands above it. The share of saturated elements says nothing (5e-5 of them cost 17 dB). One clip is the
-history being late, unless its depth, or depth and damage together, leave no doubt. The same scale under continued
+history being late, unless its depth, or depth and damage together, leave no doubt. Gradients leap by octaves in sound
+runs: clipped less deeply than their own limit they get a warning and wake nobody. The same scale under continued
 clipping, or a scale that does not answer to a new highest amax, is a history that no longer moves: frozen by a NaN or an
 Inf, or fed by the wrong group. An input that leaps beyond what any one scale could carry is told as the outlier that it is.
 """
@@ -205,11 +206,15 @@ class Delayed(Detector):
         ]
         if len(rows) > 1:
             evidence.append(Evidence("clipped_sites", len(rows), 0, "sites", since))
-        bad = bool(np.isfinite(sqnr) and sqnr < ctx.limit.clip_sqnr_db - (E5M2_DB if now.table.e5m2[row] else 0))
+        if now.table.role[row] == GRAD_OUTPUT:
+            grave = depth > ctx.limit.clip_depth_grad_output
+        else:
+            bad = bool(np.isfinite(sqnr) and sqnr < ctx.limit.clip_sqnr_db - (E5M2_DB if now.table.e5m2[row] else 0))
+            grave = bad or depth > CERTAIN_DEPTH
         facts = now.table.facts[row]
         return now.finding(
             "delayed-clip",
-            "info" if notice else "critical" if bad or depth > CERTAIN_DEPTH else "warning",
+            "info" if notice else "critical" if grave else "warning",
             rows,
             evidence,
             "fp8",
