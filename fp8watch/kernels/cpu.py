@@ -164,7 +164,8 @@ def look_into(x: torch.Tensor, address: int, call_order: int, *, energy: bool) -
     if dtype is None:
         return False
     try:
-        return not cpu_library.load().fp8watch_look(x.data_ptr(), x.numel(), dtype, energy, address, call_order)
+        library = cpu_library.library or cpu_library.load()
+        return not library.fp8watch_look(x.data_ptr(), x.numel(), dtype, energy, address, call_order)
     except Unavailable:
         return False
 
@@ -263,6 +264,24 @@ def product_holds(
         )  # fmt: skip
     except Unavailable:
         return False
+
+
+def hash_of(x: torch.Tensor) -> int | None:
+    """The hash over every bit that `fp8watch.sketch.weight_hash` defines, read as two's complement.
+
+    Args:
+        x: any shape, on any device.
+
+    Returns:
+        None where the library is not loaded or does not read this tensor.
+    """
+    library = cpu_library.library
+    if library is None or type(x) not in _PLAIN or x.layout is not torch.strided or not x.is_cpu:
+        return None
+    if not x.is_contiguous() or x.is_neg() or x.is_conj() or torch._C._functorch.is_functorch_wrapped_tensor(x):
+        return None
+    found: int = library.fp8watch_hash(x.data_ptr(), x.numel(), x.element_size())
+    return found
 
 
 def _scale(given: torch.Tensor | None, x: torch.Tensor, job: QuantizeJob) -> torch.Tensor | None:

@@ -18,6 +18,7 @@ from fp8watch.kernels import cpu_library
 from fp8watch_agent.record import ROW
 
 _RULE = struct.Struct("4f")  # struct band_rule in jumps.h
+ANY_BROKEN, IS_WRONG, ANY_ABSENT = 1, 2, 4
 
 
 class BandMemory:
@@ -46,18 +47,6 @@ class BandMemory:
         """A copy has its own arrays, and their addresses."""
         return BandMemory, self._held
 
-    def see(self, values: npt.NDArray[np.float32], there: npt.NDArray[np.bool_]) -> npt.NDArray[np.float32] | None:
-        """As `Bands.see`; None where there is no library."""
-        library = cpu_library.library
-        if library is None:
-            return None
-        score = np.empty(values.shape, np.float32)
-        values, there = np.ascontiguousarray(values, np.float32), np.ascontiguousarray(there, np.bool_)
-        library.fp8watch_bands(
-            values.size, _at(values), _at(there), self._floors, self._rule_at, *self._state, _at(score)
-        )
-        return score
-
     def see_rows(
         self,
         rows: npt.NDArray[np.void],
@@ -76,15 +65,14 @@ class BandMemory:
         return score
 
 
-def glance(rows: npt.NDArray[np.void]) -> tuple[npt.NDArray[np.bool_], bool] | None:
-    """Which rows are broken, and whether an output or a quantiser of any is wrong; None where there is no library, or rows
+def glance(rows: npt.NDArray[np.void]) -> tuple[npt.NDArray[np.bool_], int] | None:
+    """Which rows are broken, and bits of `ANY_BROKEN`, `IS_WRONG` and `ANY_ABSENT`; None where there is no library, or rows
     lie apart."""
     library = cpu_library.library
     if library is None or not _whole(rows):
         return None
     broken = np.empty(len(rows), np.bool_)
-    found = library.fp8watch_glance(_at(rows), len(rows), _at(broken))
-    return broken, bool(found & 2)
+    return broken, library.fp8watch_glance(_at(rows), len(rows), _at(broken))
 
 
 def _whole(rows: npt.NDArray[np.void]) -> bool:

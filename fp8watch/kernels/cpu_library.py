@@ -246,10 +246,10 @@ def _open(path: Path) -> ctypes.CDLL:
         library.fp8watch_merge.restype = None
         library.fp8watch_magnitude.argtypes = [pointer, i64, i32]
         library.fp8watch_magnitude.restype = i32
+        library.fp8watch_hash.argtypes = [pointer, i64, i32]
+        library.fp8watch_hash.restype = i64
         library.fp8watch_glance.argtypes = [pointer, i64, pointer]
         library.fp8watch_glance.restype = i32
-        library.fp8watch_bands.argtypes = [i64, *[pointer] * 8]
-        library.fp8watch_bands.restype = None
         library.fp8watch_row_jumps.argtypes = [
             pointer, i64, pointer, ctypes.c_float, ctypes.c_float, *[pointer] * 7
         ]  # fmt: skip

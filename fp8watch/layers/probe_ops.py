@@ -43,12 +43,12 @@ def look_at_probe(output: Any, number: int, entered: tuple[str, Any] | None = No
     plan = plan_of(number)
     if plan is None or not plan.observing:
         return
-    y = _floating(output)
+    y = output if type(output) is Tensor and output.is_floating_point() else _floating(output)
     if y is not None and not is_virtual(y) and graph_task() == -1:
         given = None
         if entered is not None and (x := _floating(entered[1])) is not None and not is_virtual(x):
             given = entered[0], x.detach()
-        plan.guard.run("probe", plan.note_probe, number & 0xFFFFFFFF, y.detach(), given)
+        plan.guard.run("probe", plan.note_probe, number & 0xFFFFFFFF, y, given)
 
 
 def look_at_probe_in_graph(output: Any, site: Tensor) -> None:

@@ -307,24 +307,20 @@ class ObservationPlan:
     def note_probe(self, row: int, y: Tensor, entered: tuple[str, Tensor] | None = None) -> None:
         """Merge an output, or an input, into the row of its probe. `entered`, of a Linear: its name and what it was given, which says whether
         what is not finite came in or was made there."""
-        step, shapes = self.step, self.sites.shapes
-        if self.slab is None or not y.numel() or not (y.is_cpu or step.sample.outputs[row]):
+        step, shapes, slab = self.step, self.sites.shapes, self.slab
+        if slab is None or not y.numel() or not (y.is_cpu or step.sample.outputs[row]):
             return
         began = self.stopwatch.mark() if self.stopwatch is not None else None
         heavy = bool(step.sample.full[row])
         order, step.calls = step.calls, step.calls + 1
         if row not in shapes:
             shapes[row] = (y.numel() // y.shape[-1], y.shape[-1]) if y.dim() else (1, 1)
-        if self.slab.device.type != "cpu":
-            self.slab.accumulate(row, probe_stats(_flat(y), heavy=heavy), order)
-            step.note_entered(entered)
-        elif not self.slab.look(row, y, order, energy=heavy):
-            self.slab.accumulate_probe(row, probe_numbers(_flat(y), heavy=heavy), order)
+        if not (slab.is_cpu and slab.look(row, y, order, energy=heavy)):
+            y_MN = y.detach().reshape(-1, y.shape[-1]) if y.dim() else y.detach().reshape(1, 1)
+            if slab.is_cpu:
+                slab.accumulate_probe(row, probe_numbers(y_MN, heavy=heavy), order)
+            else:
+                slab.accumulate(row, probe_stats(y_MN, heavy=heavy), order)
             step.note_entered(entered)
         if self.stopwatch is not None:
             self.stopwatch.add(FIXED, began, self.stopwatch.mark())
-
-
-def _flat(y: Tensor) -> Tensor:
-    """[..., N] as [M, N]."""
-    return y.reshape(-1, y.shape[-1]) if y.dim() else y.reshape(1, 1)

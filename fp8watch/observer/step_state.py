@@ -174,6 +174,8 @@ class StepState:
 
     def loss(self) -> Tensor:
         """The loss of the step: the sum of its shares, or the mean over its micro-batches. [] float32"""
+        if len(self.losses) == 1 and not self.losses_add_up:
+            return self.losses[0].float()
         losses = torch.stack([x.float() for x in self.losses])
         return losses.sum() * self.share_of if self.losses_add_up else losses.mean()
 

@@ -90,14 +90,11 @@ class CheckpointSteps:
         return {CHECKPOINTS_FACT: " ".join(map(str, self.saved))}
 
 
-def weights_broken(broken: npt.NDArray[np.bool_], rows: npt.NDArray[np.void], weights: npt.NDArray[np.bool_]) -> bool:
+def weights_broken(rows: npt.NDArray[np.void], weights: npt.NDArray[np.bool_]) -> bool:
     """Whether a weight was read that is not finite.
 
     Args:
-        broken: [sites], see `event_follow.broken_rows`.
         rows: [sites] of ROW.
         weights: [sites], which of them are weights.
     """
-    if not broken.any():
-        return False
     return bool((((rows["num_nan"] > 0) | (rows["num_inf"] > 0)) & weights).any())

@@ -21,10 +21,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from fp8watch.kernels.cpu_jumps import glance
 from fp8watch.observer.nonfinite_checks import ALERT_STEPS
-from fp8watch.session.jumps import RowJumps, Rows, ScalarJumps, most_telling
-from fp8watch_agent.record import QUANTISER_FAULTS
+from fp8watch.session.jumps import Floats, RowJumps, Rows, ScalarJumps, most_telling
+from fp8watch.session.row_glance import Glance
 
 BURST_STEPS = 16
 WHOLE_STEPS = 4  # at the beginning of a burst that a jump began: all sites in each
@@ -106,7 +105,6 @@ class Followed(NamedTuple):
     rows: list[int]
     begun: bool  # by this step: then what led up to it goes as well
     jumped: bool  # in this step: what was recorded does not wait for more steps
-    calm: npt.NDArray[np.bool_] | None = None  # [sites], those inside a band that is known; None: something broke
 
 
 NOTHING_FOLLOWED = Followed([], False, False)
@@ -124,60 +122,45 @@ class EventFollow:
         self._row_jumps, self._scalar_jumps = RowJumps(num_rows), ScalarJumps()
         self.is_broken = False  # in the step that was looked at last
         self._broken_until = -1  # the last step of the burst because of that
+        self._score: Floats | None = None  # [sites], of the step that was looked at last; None: something broke
         self.rows: list[int] = []
         """Sites that told of the jump that is followed."""
 
-    def look(
-        self, step: int, newest: int, rows: Rows, broken: npt.NDArray[np.bool_], numbers: Mapping[str, float]
-    ) -> Followed:
+    def look(self, step: int, newest: int, rows: Rows, seen: Glance, numbers: Mapping[str, float]) -> Followed:
         """Let full statistics follow what broke or jumped.
 
         Args:
             step: that has arrived.
             newest: the step that ended last.
             rows: [sites] of ROW.
-            broken: [sites], see `broken_rows`.
+            seen: of these rows.
             numbers: scalars of the step by name.
         """
         follow = self.follow
-        is_broken = bool(broken.any()) or _is_wrong(rows)
+        is_broken = seen.any_broken or seen.is_wrong
         is_broken |= not (math.isfinite(numbers.get("loss", 0.0)) and math.isfinite(numbers.get("grad_norm", 0.0)))
         follow.reached(newest)
         if is_broken:
             follow.broke(step, newest, fresh=not self.is_broken)
             self._broken_until = follow.burst_until
         self.is_broken = is_broken
-        score = self._row_jumps.see(rows, broken)
-        scalar, num = self._scalar_jumps.see(numbers), int(np.count_nonzero(score > 1))
+        score = self._row_jumps.see(rows, seen.broken)
+        scalar, furthest = self._scalar_jumps.see(numbers), float(score.max(initial=0.0))
+        num = int(np.count_nonzero(score > 1)) if furthest > 1 else 0
         jumped = scalar or num > 0
-        slight = not scalar and num <= MAX_FOLLOWED and float(score.max(initial=0.0)) <= SLIGHT
+        slight = not scalar and num <= MAX_FOLLOWED and furthest <= SLIGHT
         begun = jumped and not is_broken and follow.jumped(newest, slight=slight)
         if begun:
             self.rows = most_telling(score, rows["order"], num if slight else MAX_FOLLOWED)
         elif step > follow.sites_until:
             self.rows = []
-        calm = None
-        if not is_broken and step > self._broken_until:
-            calm = self._row_jumps.known & (score <= 1)
-            calm[self.rows] = False
-        return Followed(self.rows, begun, jumped, calm)
+        self._score = None if is_broken or step <= self._broken_until else score
+        return Followed(self.rows, begun, jumped)
 
-
-def broken_rows(rows: Rows) -> npt.NDArray[np.bool_]:
-    """Rows with a non-finite value, a broken invariant or a sentinel tile. [sites]"""
-    if (seen := glance(rows)) is not None:
-        return seen[0]
-    found: npt.NDArray[np.bool_] = (
-        (rows["num_nan"] > 0)
-        | (rows["num_inf"] > 0)
-        | (rows["num_off_scale_tiles"] > 0)
-        | (rows["num_sentinel_tiles"] > 0)
-    )
-    return found
-
-
-def _is_wrong(rows: Rows) -> bool:
-    """Whether an output is not finite, or a quantiser computed something else."""
-    if (seen := glance(rows)) is not None:
-        return seen[1]
-    return any(rows[name].any() for name in ("num_nonfinite_outputs", *QUANTISER_FAULTS))
+    def calm(self) -> npt.NDArray[np.bool_] | None:
+        """Sites that were inside a band that is known in the step that was looked at last; None where something is broken. [sites]"""
+        if self._score is None:
+            return None
+        calm: npt.NDArray[np.bool_] = self._row_jumps.known & (self._score <= 1)
+        calm[self.rows] = False
+        return calm

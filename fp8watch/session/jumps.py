@@ -59,8 +59,6 @@ class Bands:
         Returns:
             [n] float32: above 1 where a number jumped; 0 where it was not measured or too little is known.
         """
-        if (found := self.memory.see(values, there)) is not None:
-            return found
         known = there.astype(np.float32)
         away = (values - self._middle) * known
         size = np.abs(away)
@@ -126,24 +124,55 @@ class RowJumps:
 
 
 _LOSS_SHARE, _LEAST_LOSS = 0.05, 1e-6  # of the loss: what its band allows at least
-_MOST = 1e30  # of a loss: float32 must hold what is computed of it
+_MOST = 1e30  # of a loss
 _GRAD_NORM = 2.0  # octaves
+
+
+class Band:
+    """As `Bands` of one number: numpy takes longer to be called than this to be computed."""
+
+    def __init__(self) -> None:
+        self._middle = self._spread = 0.0
+        self._count = 0
+
+    def see(self, value: float, floor: float) -> float:
+        """Judge, then learn.
+
+        Args:
+            value: finite.
+            floor: what is allowed at least.
+
+        Returns:
+            Above 1 where it jumped; 0 where too little is known.
+        """
+        away = value - self._middle
+        allowed, count = max(SPREADS * self._spread, floor), self._count
+        limit = allowed * (LEARNED_SPREADS / SPREADS) if count >= LEARNED_STEPS / 2 else math.inf
+        rate = 1 / min(count + 1, WINDOW_STEPS)
+        if count:
+            self._spread += rate * (min(abs(away), limit) - self._spread)
+        self._middle += rate * min(max(away, -limit), limit)
+        self._count = count + 1
+        return abs(away) / allowed if count >= LEARNED_STEPS else 0.0
 
 
 class ScalarJumps:
     """Whether the loss or the gradient norm jumps."""
 
     def __init__(self) -> None:
-        self._bands = Bands([_LEAST_LOSS, _GRAD_NORM])
+        self._loss, self._norm = Band(), Band()
 
     def see(self, numbers: Mapping[str, float]) -> bool:
         """Judge one step, then learn from it. What is not finite is no jump, and is not learned."""
         loss, norm = numbers.get("loss", math.nan), numbers.get("grad_norm", math.nan)
-        there = np.array([math.isfinite(loss), math.isfinite(norm)])
-        loss = min(max(loss, -_MOST), _MOST) if there[0] else 0.0
-        norm = math.log2(min(max(abs(norm), 1 / _MOST), _MOST)) if there[1] else 0.0
-        self._bands.floors[0] = max(_LOSS_SHARE * abs(loss), _LEAST_LOSS)
-        return bool((self._bands.see(np.array([loss, norm], np.float32), there) > 1).any())
+        jumped = False
+        if math.isfinite(loss):
+            loss = min(max(loss, -_MOST), _MOST)
+            jumped = self._loss.see(loss, max(_LOSS_SHARE * abs(loss), _LEAST_LOSS)) > 1
+        if math.isfinite(norm):
+            octaves = math.log2(min(max(abs(norm), 1 / _MOST), _MOST))
+            jumped |= self._norm.see(octaves, _GRAD_NORM) > 1
+        return jumped
 
 
 def most_telling(score: Floats, order: npt.NDArray[np.int32], num: int) -> list[int]:

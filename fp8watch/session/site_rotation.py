@@ -118,7 +118,8 @@ class SiteRotation:
         period = max(every, OUTPUTS_EVERY) if self._late else every
         light: ByRow = YES
         if light_every == 1:
-            mine, looked = self._full.of(step, every), self._outputs.of(step, period)
+            mine = self._full.of(step, every)
+            looked = mine if period == every else self._outputs.of(step, period)
         else:
             light = self._light.of(step, light_every)
             mine, looked = (self._among(light, step, light_every, n) for n in (every, period))

@@ -33,7 +33,8 @@ from fp8watch.observer.stopwatch import FIXED, SAMPLING
 from fp8watch.session.attachment import Attachment, Cadence, Session
 from fp8watch.session.causal_attention import CausalAttention
 from fp8watch.session.checkpoint_steps import CheckpointSteps, weights_broken
-from fp8watch.session.event_follow import NOTHING_FOLLOWED, EventFollow, broken_rows
+from fp8watch.session.event_follow import NOTHING_FOLLOWED, EventFollow
+from fp8watch.session.row_glance import glance
 from fp8watch.session.site_registration import Rows, SiteRegistration
 from fp8watch.session.sites import site_name
 from fp8watch.session.standing_state import StandingState
@@ -108,6 +109,7 @@ class StepFlush:
     checkpoints: CheckpointSteps = field(default_factory=CheckpointSteps)
     causal: CausalAttention = field(default_factory=CausalAttention)
     _ids: npt.NDArray[np.uint64] = field(init=False)
+    _host_rows: Rows | None = None  # of a slab on the CPU, as they lie there
     _on_the_way: deque[PendingStep] = field(default_factory=deque)
     _newest: int = -1  # the step that ended last; those before it may still be on their way
     _parameters: list[tuple[str, nn.Parameter]] = field(default_factory=list)
@@ -115,6 +117,9 @@ class StepFlush:
 
     def __post_init__(self) -> None:
         self._ids = np.array(self.site_ids, dtype=np.uint64)
+        slab = self.plan.slab
+        if slab is not None and not self.copies.late:
+            self._host_rows = slab.rows_on_host()[: len(self._ids)]
 
     # ---- the step ends ------------------------------------------------------------------------------------------
 
@@ -133,7 +138,7 @@ class StepFlush:
         plan, slab = self.plan, self.plan.slab
         assert slab is not None
         observing = recorded and not plan.step.outside
-        parts: dict[str, Tensor] = {"rows": slab.buffer}
+        parts: dict[str, Tensor] = {} if self._host_rows is not None else {"rows": slab.buffer}
         numbers, waiting = self._split({**values, **plan.why.take()} if plan.why.on_the_way else values)
         if waiting:
             parts["numbers"] = torch.stack([v.detach().double().mean() for v in waiting.values()])
@@ -178,6 +183,8 @@ class StepFlush:
                 numbers[name] = float(value)
             elif self.copies.late and value.device.type == self.copies.device.type:
                 waiting[name] = value.to(self.copies.device, non_blocking=True)
+            elif type(value) is Tensor and value.numel() == 1:
+                numbers[name] = float(value.item())
             else:
                 whole = value.detach()
                 numbers[name] = float((whole.double() if whole.device.type == "cpu" else whole.float()).mean())
@@ -231,7 +238,9 @@ class StepFlush:
             return
         left.handed_over = True
         parts = dict(zip(left.parts, tensors, strict=True))
-        rows: Rows = parts["rows"].numpy().reshape(-1).view(ROW)[: len(self._ids)]
+        rows = self._host_rows
+        if rows is None:
+            rows = parts["rows"].numpy().reshape(-1).view(ROW)[: len(self._ids)]
         self.registration.see(rows)
         numbers = left.numbers
         if "numbers" in parts:
@@ -258,26 +267,23 @@ class StepFlush:
         if not left.recorded:
             self._end_windows()
             return
-        broken = broken_rows(rows)
-        look = self.events.look
-        followed = self.guard.run("jumps", look, left.step, self._newest, rows, broken, numbers) or NOTHING_FOLLOWED
-        nan_weight = self.weights is not None and weights_broken(broken, rows, self.weights)
+        seen, look = glance(rows), self.events.look
+        followed = self.guard.run("jumps", look, left.step, self._newest, rows, seen, numbers) or NOTHING_FOLLOWED
+        nan_weight = seen.any_broken and self.weights is not None and weights_broken(rows, self.weights)
         self.checkpoints.arrived(left.step, left.status, broken=self.events.is_broken, broken_weights=nan_weight)
-        leaves = rows["measured"] != 0  # between samples too: then without energies, moments and depth
-        records = None
+        records, ids = rows, self._ids
         if self.merge is not None:
-            calm = followed.calm if left.status == StepStatus.OK else None
+            calm = self.events.calm() if left.status == StepStatus.OK else None
             in_burst = left.step <= self.events.follow.burst_until
             leaves, records, before, windows = self.merge.leaving(left.step, rows, calm, in_burst=in_burst)
-            self._record_windows(before, windows)
-        logs = {k: v for k, v in numbers.items() if k not in STEP_SCALARS and (v or not k.startswith(NONFINITE_INPUT))}
-        ids = self._ids
-        if records is None:
-            records = rows
-            if not leaves.all():
-                records, ids = rows[leaves], ids[leaves]
-        else:
             ids = ids[leaves]
+            self._record_windows(before, windows)
+        elif (
+            not seen.all_there
+        ):  # what was measured leaves, between samples too: then without energies, moments and depth
+            leaves = rows["measured"] != 0
+            records, ids = rows[leaves], ids[leaves]
+        logs = {k: v for k, v in numbers.items() if k not in STEP_SCALARS and (v or not k.startswith(NONFINITE_INPUT))}
         vectors = None
         if "vectors" in parts:
             flat = parts["vectors"].numpy()
@@ -290,7 +296,7 @@ class StepFlush:
             self.recorder.hurry()
         counts = parts["suspects"].tolist() if "suspects" in parts else []
         suspects = {row for row, num in zip(left.suspects, counts, strict=False) if num}
-        self.maps.capture(left.step, left.sample, rows, left.tiles, left.tile_bytes, broken, suspects, followed)
+        self.maps.capture(left.step, left.sample, rows, left.tiles, left.tile_bytes, seen, suspects, followed)
 
 
 def _header(left: PendingStep, numbers: Mapping[str, float]) -> np.ndarray[Any, Any]:

@@ -18,12 +18,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from fp8watch.numerics.tile_stats import TileStats
 from fp8watch.observer.step_sample import NO, StepSample
 from fp8watch.session.event_follow import Followed
 from fp8watch.session.jumps import Rows
+from fp8watch.session.row_glance import Glance
 from fp8watch.sketch.host_copy import HostCopies, HostCopy
 from fp8watch.sketch.tile_cache import Held, HeldTiles, TileHistory
 from fp8watch.sketch.tile_map import tile_map_from, tile_tensors
@@ -58,7 +58,7 @@ class TileMapFlush:
         rows: Rows,
         tiles: Held,
         tile_bytes: int,
-        broken: npt.NDArray[np.bool_],
+        seen: Glance,
         suspects: AbstractSet[int],
         followed: Followed,
     ) -> None:
@@ -69,14 +69,14 @@ class TileMapFlush:
             sample: what it looked at.
             rows: [sites] of ROW.
             tiles: what the step left, by row; `tile_bytes` of it are its last calls.
-            broken: [sites], rows that broke; `suspects` may have.
+            seen: which rows broke; `suspects` may have.
             followed: rows that follow a jump.
         """
         asked = self.recorder.wanted_captures()
         streamed = set()
         if asked or sample.maps is not NO:
             streamed = {row for row in tiles if sample.maps[row] or (asked and self.site_ids[row] in asked)}
-        triggered = self._triggered(rows, broken, suspects)
+        triggered = self._triggered(rows, seen, suspects)
         budget = MAX_TRIGGERED_BYTES
         for row in triggered:
             if row in streamed or self._num_broken[row] > MAX_BROKEN_SAMPLES or budget <= 0:
@@ -113,10 +113,11 @@ class TileMapFlush:
         if maps:
             self.recorder.record_tile_maps(maps)
 
-    def _triggered(self, rows: Rows, broken: npt.NDArray[np.bool_], suspects: AbstractSet[int]) -> list[int]:
+    def _triggered(self, rows: Rows, seen: Glance, suspects: AbstractSet[int]) -> list[int]:
         """Rows that broke, in the order of execution; each is counted."""
-        if not (self._num_broken or suspects or broken.any()):
+        if not (self._num_broken or suspects or seen.any_broken):
             return []
+        broken = seen.broken
         for row in [row for row in self._num_broken if not broken[row]]:
             del self._num_broken[row]
         triggered: list[int] = [*np.flatnonzero(broken).tolist(), *sorted(suspects)]

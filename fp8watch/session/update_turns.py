@@ -41,7 +41,7 @@ from fp8watch_agent.update_names import (
 )
 
 ROWS, SAMPLE = 8, 512
-COST_SHARE, MAX_REST = 0.002, 30
+COST_SHARE, MAX_REST = 0.001, 30
 """Of the time of a step, that turns take on average; at most so many steps lie between two of them."""
 REFRESH_TURNS = 64
 MAX_NAMES = 1 << 16

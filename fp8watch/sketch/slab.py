@@ -42,12 +42,15 @@ class Slab:
             raise ValueError(f"capacity={capacity}: must be at least 1 row, one for each site")
         self.capacity = capacity
         self.device = torch.device(device)
+        self.is_cpu = self.device.type == "cpu"
         self._defaults = new_rows(1, self.device)
         self.buffer = self._defaults.repeat(capacity, 1)
         self.scratch = new_rows(2, self.device)  # where what is done once more to be timed is merged
         self._views: dict[int, RowViews] = {}
         self._places: dict[tuple[int, ...], tuple[int, int]] = {}  # addresses of rows that a call merges into
         self._on_host: tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]] | None = None  # num_nan, amax_max
+        self._at = self.buffer.data_ptr()
+        self._cleared = self._defaults.repeat(capacity, 1).numpy() if self.is_cpu else None
 
     def into(self, rows: tuple[int, ...], call_order: int, *, scratch: bool = False) -> Into:
         """Where a call merges what it measures of one or two rows; a slab on the CPU only.
@@ -64,8 +67,7 @@ class Slab:
         if places is None:
             for row in rows:
                 self._check_row(row)
-            at = self.buffer.data_ptr()
-            places = self._places[rows] = at + rows[0] * ROW.itemsize, at + rows[-1] * ROW.itemsize
+            places = self._places[rows] = self._at + rows[0] * ROW.itemsize, self._at + rows[-1] * ROW.itemsize
         return Into(self.buffer, places, call_order)
 
     def accumulate(self, row: int, stats: TileStats, call_order: int) -> None:
@@ -147,8 +149,9 @@ class Slab:
     def look(self, row: int, y: torch.Tensor, call_order: int, *, energy: bool) -> bool:
         """`accumulate_probe` of a look at an output in one pass, where that can be done and all of it is finite; else
         nothing, and False. A slab on the CPU only."""
-        self._check_row(row)
-        return look_into(y, self.buffer.data_ptr() + row * ROW.itemsize, call_order, energy=energy)
+        if not 0 <= row < self.capacity:
+            self._check_row(row)
+        return look_into(y, self._at + row * ROW.itemsize, call_order, energy=energy)
 
     def count_outputs(self, row: int, count: torch.Tensor) -> None:
         """Merge the number of non-finite elements in the output of the GEMM that reads this operand. 0-d int64."""
@@ -197,7 +200,7 @@ class Slab:
         """As `amax_if_finite`, of a slab on the CPU."""
         self._check_row(row)
         if self._on_host is None:
-            rows = self.buffer.numpy().reshape(-1).view(ROW)
+            rows = self.rows_on_host()
             self._on_host = rows["num_nan"], rows["amax_max"]
         num_nan, amax = self._on_host
         return math.inf if num_nan[row] else float(amax[row])
@@ -209,6 +212,10 @@ class Slab:
         row_span(mine, "weight_hash").copy_(value)
         row_span(mine, "measured").bitwise_or_(int(Measured.HASH))
 
+    def rows_on_host(self) -> npt.NDArray[np.void]:
+        """All rows where they lie, of a slab on the CPU: [capacity] of ROW."""
+        return self.buffer.numpy().reshape(-1).view(ROW)
+
     def copy_rows(self) -> npt.NDArray[np.void]:
         """Return a copy of all rows on the host: [capacity] of ROW. Waits for the device."""
         # copied as bytes: a copy of structured items would leave the padding at their end undefined
@@ -216,7 +223,10 @@ class Slab:
 
     def clear(self) -> None:
         """Set every row to the defaults, in place."""
-        self.buffer.copy_(self._defaults.expand(self.capacity, -1))
+        if self._cleared is not None:
+            self.buffer.numpy()[:] = self._cleared
+        else:
+            self.buffer.copy_(self._defaults.expand(self.capacity, -1))
 
     def _check_row(self, row: int) -> None:
         if not 0 <= row < self.capacity:

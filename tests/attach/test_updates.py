@@ -506,8 +506,8 @@ def test_turns_rest_for_as_long_as_they_cost(monkeypatch):
     monkeypatch.setattr(turns, "_begun", lambda *args: at.append(now[0]) or begun(*args))
     for now[0] in range(200):
         turns.before(optimizer)
-        for _ in range(30):
-            next(clock)  # a step, thirty
+        for _ in range(90):
+            next(clock)  # a step, ninety
     apart = {b - a for a, b in pairwise(at)}
     assert len(apart) == 1
-    assert 2 / (30 * apart.pop()) < 1.5 * update_turns.COST_SHARE
+    assert 2 / (90 * apart.pop()) < 1.5 * update_turns.COST_SHARE

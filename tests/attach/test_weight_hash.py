@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 
+from fp8watch.kernels import cpu_library
 from fp8watch.sketch.weight_hash import CHUNK, hash_bits
 from fp8watch_agent.record import Measured
 
@@ -45,6 +46,28 @@ def test_the_hash_is_its_formula_in_pieces_too(shape):
     assert int(hash_bits(x)) == reference(x)
     t = torch.randn(5, 7).t()
     assert int(hash_bits(t)) == reference(t)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e4m3fn, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(1,), (4097,), (3, 2 * 4096 + 5), (700, 300), (0, 3)])
+def test_the_hash_in_c_is_that_of_torch(dtype, shape, monkeypatch):
+    assert cpu_library.load() is not None
+    torch.manual_seed(2)
+    x = (100 * torch.randn(shape)).to(dtype)
+    mine = hash_bits(x)
+    assert (mine.dtype, mine.shape) == (torch.int64, ())
+    monkeypatch.setattr(cpu_library, "library", None)
+    assert int(mine) == int(hash_bits(x))
+
+
+def test_what_c_does_not_read_is_hashed_by_torch():
+    assert cpu_library.load() is not None
+    x = torch.randn(6, 8)
+    assert int(hash_bits(x[:, ::2])) == reference(x[:, ::2])
+    assert int(hash_bits(torch.view_as_complex(x.view(6, 4, 2)).conj().imag)) == reference(-x[:, 1::2])
+    assert int(hash_bits(torch.nn.Parameter(x))) == reference(x)
+    with pytest.raises(KeyError):
+        hash_bits(torch.zeros(2, dtype=torch.complex128))
 
 
 def test_nan_and_the_sign_of_zero_are_bits_as_well():

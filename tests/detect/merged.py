@@ -9,7 +9,8 @@ import numpy as np
 from detect.rotated import rotating
 from detect.trace import Trace
 
-from fp8watch.session.event_follow import EventFollow, broken_rows
+from fp8watch.session.event_follow import EventFollow
+from fp8watch.session.row_glance import glance
 from fp8watch.session.window_merge import WindowMerge
 from fp8watch_agent.record import ROW, empty_rows
 from fp8watch_agent.wire import Batch
@@ -34,11 +35,10 @@ class MergedTrace(Trace):
                 for name in batch.sent:
                     rows[name] = batch.column(name)[part]
                 step = int(header["step"])
-                broken = broken_rows(rows)
                 numbers = {name: float(header[name]) for name in ("loss", "grad_norm")}
-                followed = follow.look(step, step, rows, broken, numbers)
+                follow.look(step, step, rows, glance(rows), numbers)
                 in_burst = step <= follow.follow.burst_until
-                leaving = merge.leaving(step, rows, followed.calm, in_burst=in_burst)
+                leaving = merge.leaving(step, rows, follow.calm(), in_burst=in_burst)
                 if len(leaving.windows):  # of the step before, which has left where it was of the batch before
                     records.append(leaving.windows)
                     steps.append(np.full(len(leaving.windows), int((before if t == 0 else batch.steps[t - 1])["step"])))

@@ -13,17 +13,25 @@
 /* As of `Bands`: window and learning in steps, spreads that are allowed, and those that are learned. */
 struct band_rule { float learned_steps, window_steps, spreads, learned_spreads; };
 
-/* Which rows hold what is not finite or break an invariant; returns 1 where any does, 2 where an output or a quantiser is
- * wrong, or both. */
+#define ANY_BROKEN 1
+#define IS_WRONG 2
+#define ANY_ABSENT 4
+#define ROWS_AHEAD 4 /* each is read by somebody right after this, and lies in no near cache */
+
+/* Which rows hold what is not finite or break an invariant, and bits: whether any does, whether an output or a quantiser is
+ * wrong, whether any row was not measured. */
 static int32_t glance(const struct row *rows, int64_t n, uint8_t *broken) {
     int32_t found = 0;
     for (int64_t i = 0; i < n; i++) {
         const struct row *r = rows + i;
+        if (i + ROWS_AHEAD < n)
+            for (size_t at = 0; at < sizeof *r; at += 64) __builtin_prefetch((const char *)(r + ROWS_AHEAD) + at);
         const int is_broken = r->num_nan > 0 || r->num_inf > 0 || r->num_off_scale_tiles > 0 || r->num_sentinel_tiles > 0;
-        if (broken) broken[i] = (uint8_t)is_broken;
-        found |= is_broken;
+        broken[i] = (uint8_t)is_broken;
+        if (is_broken) found |= ANY_BROKEN;
+        if (!r->measured) found |= ANY_ABSENT;
         if (r->num_nonfinite_outputs || r->num_nan_codes || r->num_off_grid || r->num_zeroed_tiles || r->num_wrong_scales)
-            found |= 2;
+            found |= IS_WRONG;
     }
     return found;
 }

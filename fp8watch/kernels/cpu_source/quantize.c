@@ -7,6 +7,7 @@
 #include <stdlib.h>
 
 #include "dequantize.h"
+#include "hash.h"
 #include "jumps.h"
 #include "slow.h"
 
@@ -244,13 +245,12 @@ int fp8watch_look(const void *x, int64_t n, int32_t dtype, int32_t energy, struc
     return bits >= EXPONENT_MASK;
 }
 
-int32_t fp8watch_glance(const struct row *rows, int64_t n, uint8_t *broken) { return glance(rows, n, broken); }
-
-/* n numbers held against their bands, then learned. */
-void fp8watch_bands(int64_t n, const float *values, const uint8_t *there, const float *floors, const struct band_rule *rule,
-                    float *middle, float *spread, float *count, float *score) {
-    for (int64_t i = 0; i < n; i++) score[i] = band_see(values[i], there[i], floors[i], rule, middle + i, spread + i, count + i);
+/* The hash of n contiguous elements of so many bytes, 1, 2, 4 or 8, read as two's complement. */
+int64_t fp8watch_hash(const void *x, int64_t n, int32_t bytes) {
+    return (int64_t)(bytes == 1 ? hash_8(x, n) : bytes == 2 ? hash_16(x, n) : bytes == 4 ? hash_32(x, n) : hash_64(x, n));
 }
+
+int32_t fp8watch_glance(const struct row *rows, int64_t n, uint8_t *broken) { return glance(rows, n, broken); }
 
 /* Rows held against the bands of their sites [NUM_BANDS, n], then learned; of each the largest score. */
 void fp8watch_row_jumps(const struct row *rows, int64_t n, const uint8_t *broken, float least, float most, const float *feet,
