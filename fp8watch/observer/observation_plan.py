@@ -249,16 +249,14 @@ class ObservationPlan:
 
     def _keep(self, asked: OperandRows, x_MK: Tensor, measured: Sequence[TileStats], order: int) -> None:
         """Hold the tiles of what is merged already until the step closes, and hash a weight whose turn it is."""
-        rows, hold, shapes = asked.rows, self.tiles.add, self.sites.shapes
+        rows, shapes = asked.rows, self.sites.shapes
         try:
             if rows[0] not in shapes or rows[-1] not in shapes or self.experts.num_experts:
                 for row, stats in zip(rows, measured, strict=True):
                     self._hold(row, order, stats)
                     order += 1
             else:
-                hold(rows[0], order, measured[0])
-                if len(rows) == 2:
-                    hold(rows[1], order + 1, measured[1])
+                self.tiles.add(rows, order, measured)
             if self.step.sample.hashes[rows[0]]:
                 self._hash(rows[0], x_MK)
         except Exception as error:  # noqa: BLE001 - training goes on, and the guard counts
@@ -284,7 +282,7 @@ class ObservationPlan:
         """Keep the tiles of one call until the step closes."""
         if row not in self.sites.shapes:
             self.sites.shapes[row] = shape or stats.shape
-        self.tiles.add(row, order, stats)
+        self.tiles.add((row,), order, (stats,))
         if row in self.experts.num_experts:
             self.experts.see(row, stats)
 

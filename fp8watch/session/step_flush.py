@@ -42,7 +42,7 @@ from fp8watch.session.step_optimizer import FOUND_INF
 from fp8watch.session.tile_map_flush import TileMapFlush
 from fp8watch.session.window_merge import WindowMerge, steps_to_merge
 from fp8watch.sketch.host_copy import HostCopies, HostCopy
-from fp8watch.sketch.tile_cache import Held, TileHistory
+from fp8watch.sketch.tile_cache import StepTiles, TileHistory
 from fp8watch_agent.guard import Guard
 from fp8watch_agent.nonfinite_names import NONFINITE_INPUT
 from fp8watch_agent.record import ROW, STEP, STEP_SCALARS, StepStatus
@@ -70,8 +70,7 @@ class PendingStep:
     vectors: list[int]  # rows with a vector over experts
     turns: tuple[dict[int, int], dict[int, int]]  # row -> expert whose codes, and whose product, had their turn
     parts: list[str]  # what the tensors of `copy` are
-    tiles: Held
-    tile_bytes: int
+    tiles: StepTiles
     copy: HostCopy
     handed_over: bool = False
 
@@ -169,7 +168,7 @@ class StepFlush:
         self._newest = step
         left = PendingStep(
             step, status, time.time(), recorded, batch_id, numbers, list(waiting), plan.step.sample, gradients, suspects, experts, vectors, plan.experts.turns.take(), list(parts),
-            *plan.tiles.take(), self.copies.begin(*parts.values()),
+            plan.tiles.take(), self.copies.begin(*parts.values()),
         )  # fmt: skip
         self._on_the_way.append(left)
         self.drain()
@@ -296,7 +295,7 @@ class StepFlush:
             self.recorder.hurry()
         counts = parts["suspects"].tolist() if "suspects" in parts else []
         suspects = {row for row, num in zip(left.suspects, counts, strict=False) if num}
-        self.maps.capture(left.step, left.sample, rows, left.tiles, left.tile_bytes, seen, suspects, followed)
+        self.maps.capture(left.step, left.sample, rows, left.tiles, seen, suspects, followed)
 
 
 def _header(left: PendingStep, numbers: Mapping[str, float]) -> np.ndarray[Any, Any]:

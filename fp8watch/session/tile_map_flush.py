@@ -25,7 +25,7 @@ from fp8watch.session.event_follow import Followed
 from fp8watch.session.jumps import Rows
 from fp8watch.session.row_glance import Glance
 from fp8watch.sketch.host_copy import HostCopies, HostCopy
-from fp8watch.sketch.tile_cache import Held, HeldTiles, TileHistory
+from fp8watch.sketch.tile_cache import Held, HeldTiles, StepTiles, TileHistory
 from fp8watch.sketch.tile_map import tile_map_from, tile_tensors
 from fp8watch_agent.recorder import Recorder
 
@@ -56,8 +56,7 @@ class TileMapFlush:
         step: int,
         sample: StepSample,
         rows: Rows,
-        tiles: Held,
-        tile_bytes: int,
+        tiles: StepTiles,
         seen: Glance,
         suspects: AbstractSet[int],
         followed: Followed,
@@ -68,35 +67,35 @@ class TileMapFlush:
             step: its number.
             sample: what it looked at.
             rows: [sites] of ROW.
-            tiles: what the step left, by row; `tile_bytes` of it are its last calls.
+            tiles: what the step left.
             seen: which rows broke; `suspects` may have.
             followed: rows that follow a jump.
         """
         asked = self.recorder.wanted_captures()
-        streamed = set()
+        streamed, triggered = set(), self._triggered(rows, seen, suspects)
+        held = tiles.by_row if asked or sample.maps is not NO or triggered or followed.rows else {}
         if asked or sample.maps is not NO:
-            streamed = {row for row in tiles if sample.maps[row] or (asked and self.site_ids[row] in asked)}
-        triggered = self._triggered(rows, seen, suspects)
+            streamed = {row for row in held if sample.maps[row] or (asked and self.site_ids[row] in asked)}
         budget = MAX_TRIGGERED_BYTES
         for row in triggered:
             if row in streamed or self._num_broken[row] > MAX_BROKEN_SAMPLES or budget <= 0:
                 continue
-            if row in tiles:
+            if row in held:
                 streamed.add(row)
-                budget -= _map_bytes(tiles[row][-1][1])
+                budget -= _map_bytes(held[row][-1][1])
             if self._num_broken[row] == 1:
                 for earlier, stats in self.history.before(step, row):
                     budget -= _map_bytes(stats)
                     self._begin(row, earlier, stats)
         for row in sorted(streamed):
-            self._begin(row, step, _of_event(tiles[row], rows[row]))
-        for row, at, stats in self._of_jump(step, tiles, budget, followed) if followed.rows else ():
+            self._begin(row, step, _of_event(held[row], rows[row]))
+        for row, at, stats in self._of_jump(step, held, budget, followed) if followed.rows else ():
             self._begin(row, at, stats)
         wanted = {row for row in triggered if self._num_broken[row] <= MAX_BROKEN_SAMPLES}
         if asked:
             wanted |= {row for row, site in enumerate(self.site_ids) if site in asked}
         self.tiles.wanted = frozenset(wanted.union(followed.rows))
-        self.history.add(step, tiles, tile_bytes)
+        self.history.add(step, tiles)
         if self._sent:
             self._sent = {(row, at) for row, at in self._sent if at > step - FORGET_SENT_STEPS}
 
@@ -125,14 +124,14 @@ class TileMapFlush:
             self._num_broken[row] = self._num_broken.get(row, 0) + 1
         return sorted(triggered, key=lambda row: int(rows["order"][row]))
 
-    def _of_jump(self, step: int, tiles: Held, budget: int, followed: Followed) -> list[tuple[int, int, TileStats]]:
+    def _of_jump(self, step: int, held: Held, budget: int, followed: Followed) -> list[tuple[int, int, TileStats]]:
         """Maps of the sites that told of a jump, as (row, step, statistics): in each step of its burst the step's own, and
         where it has just begun those that led up to it, the newest first, within the bytes of the step and the burst."""
         if followed.begun:
             self._burst_bytes = MAX_BURST_BYTES
         found = []
         for row in followed.rows:
-            steps = [(step, stats) for _, stats in tiles.get(row, [])[-1:]]
+            steps = [(step, stats) for _, stats in held.get(row, [])[-1:]]
             steps += reversed(self.history.before(step, row)) if followed.begun else []
             for at, stats in steps:
                 size = _map_bytes(stats)

@@ -9,7 +9,7 @@ import torch
 
 from fp8watch.quantize import quantize_blockwise
 from fp8watch.session import tile_map_flush
-from fp8watch.sketch.tile_cache import HISTORY_STEPS, HeldTiles, TileHistory
+from fp8watch.sketch.tile_cache import HISTORY_STEPS, HeldTiles, StepTiles, TileHistory
 
 
 def run(watch, model, inputs):
@@ -91,31 +91,51 @@ def test_held_tiles_stay_within_their_bytes():
     size = stats.num_bytes
     held = HeldTiles(6 * size)
     for order in range(10):
-        held.add(0, order, stats)
-    held.add(1, 10, stats)  # no room but for what is wanted
+        held.add((0,), order, (stats,))
+    held.add((1,), 10, (stats,))  # no room but for what is wanted
     held.wanted = frozenset([2])
-    held.add(2, 11, stats)
-    taken, num_bytes = held.take()
-    assert num_bytes == 2 * size  # of the last call of each
-    assert {row: [o for o, _ in calls] for row, calls in taken.items()} == {0: [7, 8, 9], 2: [11]}
-    assert held.take() == ({}, 0)
-    held.keeps_one = True
+    held.add((2,), 11, (stats,))
+    taken = held.take()
+    assert {row: [o for o, _ in calls] for row, calls in taken.by_row.items()} == {0: [7, 8, 9], 2: [11]}
+    assert taken.num_bytes == 4 * size
+    assert taken.last_calls().num_bytes == 2 * size
+    again = held.take()
+    assert (again.by_row, again.num_bytes) == ({}, 0)
     big = HeldTiles(size // 2)
     big.keeps_one = True
     for order in range(3):
-        big.add(5, order, stats)
-    assert [o for o, _ in big.take()[0][5]] == [2]
+        big.add((5,), order, (stats,))
+    assert [o for o, _ in big.take().by_row[5]] == [2]
+
+
+def test_calls_that_fit_are_held_in_their_order_and_the_last_of_each_row_is_told():
+    stats = quantize_blockwise(torch.randn(64, 128)).stats
+    held = HeldTiles(100 * stats.num_bytes)
+    held.add((0, 1), 0, (stats, stats))
+    held.add((2,), 2, (stats,))
+    once = held.take()
+    assert once.last_calls() is once
+    assert once.num_bytes == 3 * stats.num_bytes
+    held.add((0, 1), 0, (stats, stats))
+    held.add((1,), 2, (stats,))  # as where one direction is asked for again
+    twice = held.take()
+    assert {row: [o for o, _ in calls] for row, calls in twice.last_calls().by_row.items()} == {0: [0], 1: [2]}
+    assert {row: [o for o, _ in calls] for row, calls in twice.by_row.items()} == {0: [0], 1: [1, 2]}
 
 
 def test_history_forgets_the_oldest_and_begins_anew_after_a_rewind():
     stats = quantize_blockwise(torch.randn(64, 128)).stats
     size = stats.num_bytes
     history = TileHistory(2 * size, num_steps=4)
+
+    def left(*rows):
+        return StepTiles([((row,), 0, (stats,)) for row in rows], size * len(rows))
+
     for step in range(5):
-        history.add(step, {0: [(0, stats)]}, size)
+        history.add(step, left(0))
     assert [s for s, _ in history.before(5, 0)] == [3, 4]
     assert history.before(5, 1) == []
-    history.add(2, {0: [(0, stats)]}, size)
+    history.add(2, left(0))
     assert [s for s, _ in history.before(5, 0)] == [2]
-    history.add(3, {row: [(0, stats)] for row in range(4)}, 4 * size)
+    history.add(3, left(*range(4)))
     assert history.before(9, 0) == []

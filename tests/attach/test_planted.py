@@ -249,7 +249,7 @@ BUGS = [
         " and rows.strides == (ROW.itemsize,)", "", f"{A}/test_jumps.py::test_rows_that_lie_apart_are_read_by_numpy"),
     Bug("a copy has bands of its own", "cpu_jumps:BandMemory.__reduce__",
         "return BandMemory, self._held", "return (lambda: self), ()", f"{A}/test_jumps.py::test_a_copy_has_bands_of_its_own"),
-    Bug("held tiles stay within their bytes", "tile_cache:HeldTiles.add",
+    Bug("held tiles stay within their bytes", "tile_cache:HeldTiles._make_room",
         "if self._bytes + size <= limit or", "if True or", f"{A}/test_lead_up.py::test_held_tiles_stay_within_their_bytes"),
     Bug("outside of windows nothing is measured", "observation_plan:ObservationPlan.observing",
         "and not self.step.outside", "", f"{A}/test_schedule.py::test_outside_of_windows_not_even_what_is_broken_is_measured"),
