@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fp8watch.kernels import emulated_gemm
+from fp8watch.layers.autograd_signature import signature_known
 from fp8watch.layers.custom_ops import (
     is_eager,
     look_at_output,
@@ -86,6 +87,7 @@ def layout(recipe: Recipe) -> Layout:
     return Layout(recipe.shared, recipe.gemms, kept(recipe.input), kept(recipe.weight), recipe.warmup_steps > 0)
 
 
+@signature_known
 class _Fp8Linear(torch.autograd.Function):
     """y = x·wᵀ + b with quantised operands. Saved for backward: codes and scale_inv of the operands that it reads, and
     the operands themselves of GEMMs in high precision."""

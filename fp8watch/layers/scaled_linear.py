@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fp8watch.kernels import scaled_mm
 from fp8watch.kernels.scaled_mm import Codes
+from fp8watch.layers.autograd_signature import signature_known
 from fp8watch.layers.custom_ops import look_at_output, quantize_codes
 from fp8watch.layers.double_backward import once_only
 from fp8watch.observer.site_rows import GRAD_OUTPUT, INPUT, WEIGHT
@@ -23,6 +24,7 @@ Formats = tuple[torch.dtype, torch.dtype, torch.dtype]
 """Dtypes of the codes of input, weight and grad_output."""
 
 
+@signature_known
 class ScaledLinear(torch.autograd.Function):
     """y = x·wᵀ + b from codes."""
 
