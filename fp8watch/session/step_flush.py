@@ -108,7 +108,7 @@ class StepFlush:
     checkpoints: CheckpointSteps = field(default_factory=CheckpointSteps)
     causal: CausalAttention = field(default_factory=CausalAttention)
     _ids: npt.NDArray[np.uint64] = field(init=False)
-    _host_rows: Rows | None = None  # of a slab on the CPU, as they lie there
+    _host_rows: Rows | None = None  # of a slab on the CPU, as they lie there; None: nobody has asked
     _on_the_way: deque[PendingStep] = field(default_factory=deque)
     _newest: int = -1  # the step that ended last; those before it may still be on their way
     _parameters: list[tuple[str, nn.Parameter]] = field(default_factory=list)
@@ -116,9 +116,6 @@ class StepFlush:
 
     def __post_init__(self) -> None:
         self._ids = np.array(self.site_ids, dtype=np.uint64)
-        slab = self.plan.slab
-        if slab is not None and not self.copies.late:
-            self._host_rows = slab.rows_on_host()[: len(self._ids)]
 
     # ---- the step ends ------------------------------------------------------------------------------------------
 
@@ -137,7 +134,7 @@ class StepFlush:
         plan, slab = self.plan, self.plan.slab
         assert slab is not None
         observing = recorded and not plan.step.outside
-        parts: dict[str, Tensor] = {} if self._host_rows is not None else {"rows": slab.buffer}
+        parts: dict[str, Tensor] = {"rows": slab.buffer} if self.copies.late else {}
         numbers, waiting = self._split({**values, **plan.why.take()} if plan.why.on_the_way else values)
         if waiting:
             parts["numbers"] = torch.stack([v.detach().double().mean() for v in waiting.values()])
@@ -232,14 +229,22 @@ class StepFlush:
         if len(windows):
             self.recorder.record_more(self._ids[sites], windows)
 
+    def _rows_here(self) -> Rows:
+        """The rows of a slab on the CPU, where they are."""
+        if self._host_rows is None:
+            assert self.plan.slab is not None
+            self._host_rows = self.plan.slab.rows_on_host()[: len(self._ids)]
+        return self._host_rows
+
     def _hand_over(self, left: PendingStep, tensors: list[Tensor]) -> None:
         if left.handed_over:  # a signal came in between
             return
         left.handed_over = True
         parts = dict(zip(left.parts, tensors, strict=True))
-        rows = self._host_rows
-        if rows is None:
-            rows = parts["rows"].numpy().reshape(-1).view(ROW)[: len(self._ids)]
+        if "rows" in parts:
+            rows: Rows = parts["rows"].numpy().reshape(-1).view(ROW)[: len(self._ids)]
+        else:
+            rows = self._rows_here()
         self.registration.see(rows)
         numbers = left.numbers
         if "numbers" in parts:
