@@ -237,4 +237,6 @@ def abandoned(plan: ObservationPlan, recorder: Recorder) -> None:
 def is_capturing() -> bool:
     """Whether a CUDA graph is captured on this stream: then nothing runs, and no step ends. Each replay accumulates;
     `watch.step()` after it ends the step."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    # where nothing has used a device yet, nothing is captured: to ask whether there is one takes several times as long
+    used: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return used and torch.cuda.is_current_stream_capturing()
