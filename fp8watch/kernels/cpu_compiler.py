@@ -16,6 +16,7 @@ from pathlib import Path
 
 from fp8watch.numerics.formats import AMAX_BUCKET_OFFSET
 from fp8watch.numerics.per_tile import HEAVY, LIGHT
+from fp8watch_agent.batch_names import BUCKETS, SHIFTS
 from fp8watch_agent.record import EVERY_CALL, LAYOUT, ROW, WITH_ENERGIES, Measured
 
 SOURCES = Path(__file__).with_name("cpu_source")
@@ -82,6 +83,9 @@ def row_header() -> str:
             f"#define MEASURED_COUNTS {int(Measured.COUNTS)}",
             f"#define MEASURED_AMAX {int(Measured.AMAX)}",
             f"#define MEASURED_CAST {int(Measured.COUNTS | Measured.CODES)}",
+            f"#define BATCH_BUCKETS {BUCKETS}",
+            f"#define BATCH_FIRST_SHIFT ({min(SHIFTS)})",
+            f"#define BATCH_SHIFTS {len(SHIFTS)}",
             f"#define AMAX_BUCKET_SHIFT {128 - AMAX_BUCKET_OFFSET}",
             "",
         ]

@@ -237,7 +237,9 @@ def rows_by_columns(x: Tensor) -> Tensor:
 def runs_now(x: Tensor) -> bool:
     """Whether an op need not be called to run: nobody compiles, traces or transforms what works on this tensor. A call
     through torch's dispatcher takes as long as a small operand."""
-    return is_eager(x) and torch._C._get_tracing_state() is None and torch._C._len_torch_dispatch_stack() == 0
+    if torch.compiler.is_compiling():
+        return False
+    return not is_virtual(x) and torch._C._get_tracing_state() is None and torch._C._len_torch_dispatch_stack() == 0
 
 
 def is_eager(*tensors: Tensor) -> bool:
@@ -290,12 +292,16 @@ def is_virtual(y: Tensor) -> bool:
     return type(y) not in _PLAIN or y.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(y)
 
 
-def _note_loss(loss: Tensor, site: Tensor, adds_up: bool, grad: bool) -> Tensor:
-    plan = _plans.get(int(site) >> 32)
+def _keep_loss(loss: Tensor, site: Tensor | int, adds_up: bool, grad: bool) -> None:
+    plan = plan_of(site)
     if plan is not None and graph_task() == -1:
         plan.step.saw_root(grad=grad)
         if plan.slab is not None:
             plan.step.note_loss(loss, adds_up=adds_up)
+
+
+def _note_loss(loss: Tensor, site: Tensor, adds_up: bool, grad: bool) -> Tensor:
+    _keep_loss(loss, site, adds_up, grad)
     return loss.new_empty((0,))
 
 
@@ -307,17 +313,29 @@ def _(loss: Tensor, site: Tensor, adds_up: bool, grad: bool) -> Tensor:
     return loss.new_empty((0,))
 
 
-def tell_loss(loss: Tensor, site: Tensor, adds_up: bool, grad: bool) -> None:
-    """The model returned this loss, with gradients or not; `adds_up` where it is a share of one."""
-    (_note_loss if runs_now(loss) else note_loss)(loss, site, adds_up, grad)
+def tell_loss(loss: Tensor, site: Tensor, number: int | None, adds_up: bool, grad: bool) -> None:
+    """The model returned this loss, with gradients or not; `adds_up` where it is a share of one.
+
+    Args:
+        site: of the plan.
+        number: that the site stands for; None in code that is being compiled.
+    """
+    if number is not None and runs_now(loss):
+        _keep_loss(loss, number, adds_up, grad)
+    else:
+        note_loss(loss.detach(), site, adds_up, grad)
 
 
-def _forward_ended(after: Tensor, site: Tensor, grad: bool) -> Tensor:
-    plan = _plans.get(int(site) >> 32)
+def _end_forward(site: Tensor | int, grad: bool) -> None:
+    plan = plan_of(site)
     if plan is not None and graph_task() == -1:
         plan.passes.forward_ended(grad=grad)
         if not plan.step.forward_seen:
             plan.step.saw_root(grad=grad)
+
+
+def _forward_ended(after: Tensor, site: Tensor, grad: bool) -> Tensor:
+    _end_forward(site, grad)
     return after.new_empty((0,))
 
 
@@ -329,13 +347,13 @@ def _(after: Tensor, site: Tensor, grad: bool) -> Tensor:
     return after.new_empty((0,))
 
 
-def root_returned(output: Any, site: Tensor, grad: bool) -> None:
-    """The model returned something that is no loss."""
-    if torch.compiler.is_compiling():
+def root_returned(output: Any, site: Tensor, number: int | None, grad: bool) -> None:
+    """The model returned something that is no loss; the other arguments are those of `tell_loss`."""
+    if number is None:
         found = first_tensor(output)
         forward_ended(site if found is None else found.detach(), site, grad)
     else:
-        _forward_ended(site, site, grad)
+        _end_forward(number, grad)
 
 
 def _keep_side_effects() -> None:

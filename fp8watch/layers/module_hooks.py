@@ -49,15 +49,17 @@ class LossHook:
     to nobody. It keeps the watch alive with the model, for callers that drop what attach returned."""
 
     def __init__(self, watch: Watched, site: Tensor, plan: ObservationPlan, batches: BatchFacts) -> None:
-        self._watch, self._site, self._plan, self._batches = watch, site, plan, batches
+        self._watch, self._site, self._number = watch, site, int(site)
+        self._plan, self._batches = plan, batches
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any], output: Any) -> None:
         if module.training:
+            compiling = torch.compiler.is_compiling()
             try:
-                self._look(kwargs, output)
+                self._look(kwargs, output, None if compiling else self._number)
             except Exception as error:  # noqa: BLE001 - training goes on, and the guard counts
                 self._watch.guard.swallow("loss", error)
-            if not torch.compiler.is_compiling() and torch.is_grad_enabled():
+            if not compiling and torch.is_grad_enabled():
                 self._see_inputs(args, kwargs)
 
     def _see_inputs(self, args: Any, kwargs: Mapping[str, Any]) -> None:
@@ -69,18 +71,18 @@ class LossHook:
         if stopwatch is not None:
             stopwatch.add(FIXED, began, stopwatch.mark())
 
-    def _look(self, kwargs: Mapping[str, Any], output: Any) -> None:
+    def _look(self, kwargs: Mapping[str, Any], output: Any, number: int | None) -> None:
         grad = torch.is_grad_enabled()
-        loss = getattr(output, "loss", None)
+        loss = output if type(output) is Tensor else getattr(output, "loss", None)
         if loss is None and isinstance(output, Mapping):
             loss = output.get("loss")
         if loss is None:
             loss = output[0] if isinstance(output, tuple) and output else output
         if isinstance(loss, Tensor) and loss.ndim == 0 and loss.is_floating_point():
             # given the tokens of the whole step, a model divides by them: what it returns are shares, to be added
-            tell_loss(loss.detach(), self._site, kwargs.get("num_items_in_batch") is not None, grad)
+            tell_loss(loss, self._site, number, kwargs.get("num_items_in_batch") is not None, grad)
             return
-        root_returned(output, self._site, grad)
+        root_returned(output, self._site, number, grad)
 
     def __reduce__(self) -> Any:
         return getattr, (contextlib.nullcontext(), "__exit__")

@@ -4,11 +4,13 @@ Shapes:     tokens, labels [B, T] -> one number each: a float or an int of a ten
 Thread:     training
 
 A batch has a few thousand tokens, and there is no time for a dozen calls of torch, each of which costs more than what it
-computes. On the CPU numpy computes the same from the same memory. Elsewhere nothing waits.
+computes. On the CPU numpy computes the same from the same memory. Elsewhere nothing waits. What is here is the meaning:
+where the C library has been loaded, it computes the same of integers in one call, see `fp8watch.kernels.cpu_batch`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -18,6 +20,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from fp8watch.kernels.cpu_batch import rule
 from fp8watch_agent.batch_names import BUCKETS, SHIFTS
 
 HASHED_ELEMENTS = 1 << 16
@@ -28,6 +31,8 @@ COPIED_COLUMNS = 256
 Number = Tensor | float
 _GOLDEN = 0x1E3779B97F4A7C15  # odd, and of as many ones as zeros
 _FIRST, _LAST = min(SHIFTS), max(SHIFTS)
+RULE = rule(_GOLDEN, HASHED_ELEMENTS, COPIED_COLUMNS)
+"""Of what is above, for the C library."""
 _ODD = np.arange(1, 2 * HASHED_ELEMENTS, 2, dtype=np.int64)
 
 
@@ -60,15 +65,18 @@ def concentration(tokens: Tensor, ignored: int | None = None) -> Number:
     if _on_host(tokens):
         known = _host(tokens).ravel()
         known = known if ignored is None else known[known != ignored]
-        if not known.size:
-            return np.nan
-        share = np.bincount(known.astype(np.int64) & (BUCKETS - 1)) / known.size
-        return float(np.dot(share, share))
+        in_bucket = np.bincount(known.astype(np.int64) & (BUCKETS - 1))
+        return concentration_of(known.size, int(np.dot(in_bucket, in_bucket)))
     flat = tokens.reshape(-1).long()
     counts = torch.ones_like(flat, dtype=torch.float64) if ignored is None else (flat != ignored).double()
     count = torch.zeros(BUCKETS, dtype=torch.float64, device=tokens.device)
     count.scatter_add_(0, flat & (BUCKETS - 1), counts)
     return (count / counts.sum()).square().sum()
+
+
+def concentration_of(num: int, squares: int) -> float:
+    """From so many tokens, and the sum of the squares of the buckets' counts."""
+    return squares / num**2 if num else math.nan
 
 
 def copies(inputs: Sequence[Tensor]) -> Number:
@@ -126,18 +134,23 @@ def shares_of_shifts(tokens: Tensor, labels: Tensor, ignored: int) -> dict[str, 
     if _on_host(tokens) and _on_host(labels):
         known, inner_x = _host(tokens), _host(labels)[:, -_FIRST : -_FIRST + width]
         scored_x = inner_x != ignored
-        num = np.count_nonzero(scored_x)
-        shares: dict[str, Number] = {}
-        for place, name in enumerate(SHIFTS.values()):
+        found = [np.count_nonzero(scored_x)]
+        for place in range(len(SHIFTS)):
             same_x = (known[:, place : place + width] == inner_x) & scored_x
-            shares[name] = np.count_nonzero(same_x) / num if num else np.nan
-        return shares
+            found.append(np.count_nonzero(same_x))
+        return shares_of_counts([int(n) for n in found])
     inner = labels[:, -_FIRST : -_FIRST + width]
     is_scored = inner != ignored
     shifted = tokens[:, : labels.shape[1]].unfold(1, width, 1)  # [B, shifts, width]
     same = ((shifted == inner[:, None]) & is_scored[:, None]).sum((0, 2))
     share = same.double() / is_scored.sum()
     return {name: share[place] for place, name in enumerate(SHIFTS.values())}
+
+
+def shares_of_counts(counts: Sequence[int]) -> dict[str, Number]:
+    """Of each shift, from the number of scored labels and for each shift of those that are the token there."""
+    num, *same = counts
+    return dict(zip(SHIFTS.values(), [n / num for n in same] if num else [math.nan] * len(same), strict=True))
 
 
 def _on_host(x: Tensor) -> bool:

@@ -9,21 +9,26 @@ of each micro-batch, the shares are of the first one of a step. No input leaves 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from itertools import repeat
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fp8watch.kernels.cpu_batch import BYTES, count_scored, count_shifts, look_at_batch
 from fp8watch.observer.batch_arithmetic import (
     HASHED_ELEMENTS,
+    RULE,
     Number,
     concentration,
+    concentration_of,
     copies,
     fits_shifts,
     hash_integers,
     mean,
     scored,
+    shares_of_counts,
     shares_of_shifts,
 )
 from fp8watch.sketch.weight_hash import hash_bits
@@ -36,7 +41,9 @@ MIN_TARGETS = 16
 MIN_ROWS, MAX_ROWS, MIN_COLUMNS = 4, 4096, 4
 """Of a micro-batch whose rows are held against each other."""
 _HASH_BITS = (1 << 52) - 1  # a float64 holds it
-_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
+_STRIDED = torch.strided
+_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+_tracing_state = torch._C._get_tracing_state
 
 
 class BatchFacts:
@@ -49,34 +56,75 @@ class BatchFacts:
         self._targets: tuple[Tensor, int] | None = None
         self._paired = False  # labels were held against their tokens: other losses of the step are others'
 
-    @torch.no_grad()
     def see_inputs(self, args: Any, kwargs: Mapping[str, Any]) -> None:
         """Take what one forward pass was given. Integers of any shape, or floats where there are none."""
-        named = [(name, x) for name, x in _tensors(args, kwargs) if _readable(x)][:MAX_TENSORS]
-        whole = [x for _, x in named if x.dtype in _INTEGERS]
-        for x in whole or [x for _, x in named if x.is_floating_point()]:
-            mine = hash_bits(_some(x)) if x.is_floating_point() else hash_integers(_some(x))
-            self._hash = mine if self._hash is None else _sum(self._hash, mine)
-        if COPIES not in self._facts:
-            rows = _rows(whole or [x for _, x in named if x.is_floating_point()])
-            if rows:
-                self._facts[COPIES] = copies(rows)
-        flat = [(name, x) for name, x in named if x.ndim == 2 and not x.is_floating_point()]
-        tokens = next((x for name, x in flat if "mask" not in name and x.numel() >= MIN_TOKENS), None)
-        if tokens is not None and tokens.dtype in _INTEGERS and CONCENTRATION not in self._facts:
+        whole: list[Tensor] = []
+        floats: list[Tensor] = []
+        tokens = mask = None
+        for name, x in _readable_tensors(args, kwargs):
+            if x.dtype in BYTES:
+                whole.append(x)
+            elif x.is_floating_point():
+                floats.append(x)
+                continue
+            if x.ndim != 2:
+                continue
+            if "mask" in name:
+                mask = x if mask is None else mask
+            elif tokens is None and x.numel() >= MIN_TOKENS:
+                tokens = x
+        facts, inputs = self._facts, whole or floats
+        if CONCENTRATION in facts or tokens is None or tokens.dtype not in BYTES:
+            tokens = None
+        mask = None if MASK in facts else mask
+        num_rows = 0 if COPIES in facts else _num_rows(inputs)
+        if not (whole and self._see_at_once(whole, num_rows, tokens, mask)):
+            with torch.no_grad():
+                self._see_each(inputs, num_rows, tokens, mask)
+        if tokens is not None:
             self._tokens = tokens
-            self._facts[CONCENTRATION] = concentration(_few_rows(tokens))
             self._pair()
-        mask = next((x for name, x in flat if "mask" in name), None)
-        if mask is not None and MASK not in self._facts:
+
+    def _see_at_once(self, inputs: list[Tensor], num_rows: int, tokens: Tensor | None, mask: Tensor | None) -> bool:
+        """By the C library; false where it does not do it."""
+        which, token_rows, masked = 0, 0, -1
+        for place, x in enumerate(inputs):
+            if x is tokens:
+                which, token_rows = place, _num_few_rows(x)
+            if x is mask:
+                masked = place
+        found = look_at_batch(inputs, RULE, num_rows, which, token_rows, masked)
+        if found is None:
+            return False
+        facts, (mine, num_distinct, squares, total) = self._facts, found
+        self._add(mine)
+        if num_rows:
+            facts[COPIES] = 1.0 - num_distinct / num_rows
+        if tokens is not None:
+            facts[CONCENTRATION] = concentration_of(token_rows * tokens.shape[1], squares)
+        if mask is not None:
+            facts[MASK] = mean(mask) if masked < 0 else total / mask.numel()
+        return True
+
+    def _see_each(self, inputs: list[Tensor], num_rows: int, tokens: Tensor | None, mask: Tensor | None) -> None:
+        for x in inputs:
+            self._add(hash_bits(_some(x)) if x.is_floating_point() else hash_integers(_some(x)))
+        if num_rows:
+            self._facts[COPIES] = copies(_rows(inputs, num_rows))
+        if tokens is not None:
+            self._facts[CONCENTRATION] = concentration(tokens[: _num_few_rows(tokens)])
+        if mask is not None:
             self._facts[MASK] = mean(mask)
 
-    @torch.no_grad()
+    def _add(self, mine: Tensor | int) -> None:
+        self._hash = mine if self._hash is None else _sum(self._hash, mine)
+
     def see_targets(self, targets: Tensor, ignored: int) -> None:
         """Take the targets of one loss: class indices of any shape, and the one that is not scored."""
-        if self._paired or not _readable(targets) or targets.dtype not in _INTEGERS:
+        if self._paired or not _readable(targets) or targets.dtype not in BYTES or _tracing_state() is not None:
             return
-        self._facts[SCORED] = scored(targets, ignored)
+        seen = count_scored(targets, ignored, concentrated=False)
+        self._facts[SCORED] = scored(targets, ignored) if seen is None else seen[0] / targets.numel()
         self._targets = targets, ignored
         self._pair()
 
@@ -85,8 +133,8 @@ class BatchFacts:
         if not self._paired and self._targets is not None:
             targets, ignored = self._targets
             if MIN_TARGETS <= targets.numel() <= MAX_TOKENS:
-                with torch.no_grad():
-                    self._facts[TARGETS] = concentration(targets, ignored)
+                seen = count_scored(targets, ignored, concentrated=True)
+                self._facts[TARGETS] = concentration(targets, ignored) if seen is None else concentration_of(*seen)
         facts, hashed = self._facts, self._hash
         self._facts, self._hash, self._tokens, self._targets, self._paired = {}, None, None, None, False
         if hashed is not None:
@@ -98,38 +146,54 @@ class BatchFacts:
         if self._tokens is None or self._targets is None:
             return
         tokens, (targets, ignored) = self._tokens, self._targets
-        if (labels := _beside(tokens, targets)) is None or not fits_shifts(tokens):
+        if not (columns := _columns_beside(tokens, targets)) or not fits_shifts(tokens):
             return
         self._paired = True
-        self._facts.update(shares_of_shifts(_few_rows(tokens), _few_rows(labels), ignored))
+        num_rows = _num_few_rows(tokens)
+        seen = count_shifts(tokens, targets, columns, num_rows, ignored)
+        if seen is not None:
+            self._facts.update(shares_of_counts(seen))
+            return
+        labels = targets.reshape(tokens.shape[0], columns)
+        self._facts.update(shares_of_shifts(tokens[:num_rows], labels[:num_rows], ignored))
 
 
-def _tensors(args: Any, kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Tensors of a call and their names, one level deep."""
-    for name, value in (*((str(i), v) for i, v in enumerate(args)), *kwargs.items()):
-        if isinstance(value, Mapping):
-            yield from ((str(k), v) for k, v in value.items())
+def _readable_tensors(args: Any, kwargs: Mapping[str, Any]) -> list[tuple[str, Tensor]]:
+    """Plain tensors of a call, one level deep, and their names where they have one: the first MAX_TENSORS."""
+    found: list[tuple[str, Tensor]] = []
+    if _tracing_state() is not None:  # what torch.jit.trace writes down is the model's alone
+        return found
+    for name, value in (*zip(repeat(""), args), *kwargs.items()):
+        if type(value) is Tensor:
+            if _readable(value):
+                found.append((name, value))
         elif isinstance(value, list | tuple):
-            yield from ((name, v) for v in value)
-        else:
-            yield name, value
+            found += ((name, x) for x in value if _readable(x))
+        elif value is not None and isinstance(value, Mapping):
+            found += ((str(k), x) for k, x in value.items() if _readable(x))
+    return found[:MAX_TENSORS]
 
 
 def _readable(x: Any) -> bool:
     """Whether it is a plain tensor with values of its own."""
-    if type(x) is not Tensor or x.is_meta or not x.numel() or torch._C._functorch.is_functorch_wrapped_tensor(x):
+    if type(x) is not Tensor or not x.numel() or x.layout is not _STRIDED or _is_wrapped(x):
         return False
-    if torch._C._get_tracing_state() is not None:  # what torch.jit.trace writes down is the model's alone
-        return False
-    return x.layout == torch.strided and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
+    return x.is_cpu or not (x.is_meta or (x.is_cuda and torch.cuda.is_current_stream_capturing()))
 
 
-def _rows(inputs: list[Tensor]) -> list[Tensor]:
-    """Those that hold a row for each row of the first one; none where rows are few, very many, or numbers alone."""
-    first = next((x for x in inputs if x.ndim >= 2), None)
-    if first is None or not MIN_ROWS <= len(first) <= MAX_ROWS or first[0].numel() < MIN_COLUMNS:
-        return []
-    return [x for x in inputs if x.ndim >= 1 and len(x) == len(first) and x.device == first.device]
+def _num_rows(inputs: list[Tensor]) -> int:
+    """Of the first one that has rows; 0 where they are few, very many, or numbers alone."""
+    for x in inputs:
+        if x.ndim >= 2:
+            rows = x.shape[0]
+            return rows if MIN_ROWS <= rows <= MAX_ROWS and x.numel() >= MIN_COLUMNS * rows else 0
+    return 0
+
+
+def _rows(inputs: list[Tensor], num_rows: int) -> list[Tensor]:
+    """Those that hold a row for each row of the first one."""
+    first = next(x for x in inputs if x.ndim >= 2)
+    return [x for x in inputs if x.ndim >= 1 and x.shape[0] == num_rows and x.device == first.device]
 
 
 def _some(x: Tensor) -> Tensor:
@@ -147,16 +211,16 @@ def _sum(known: Tensor | int, more: Tensor | int) -> Tensor | int:
     return known + more
 
 
-def _few_rows(x: Tensor) -> Tensor:
-    return x[: max(1, MAX_TOKENS // x.shape[1])]
+def _num_few_rows(tokens: Tensor) -> int:
+    """Of [B, T] tokens, those that are read."""
+    rows, columns = tokens.shape
+    return min(rows, max(1, MAX_TOKENS // columns))
 
 
-def _beside(tokens: Tensor, targets: Tensor) -> Tensor | None:
-    """Labels in the shape of their tokens, or of all tokens but the last of each row; None where they are of others."""
+def _columns_beside(tokens: Tensor, targets: Tensor) -> int:
+    """How many labels stand beside a row of tokens: as many, or one less; 0 where they are none of these tokens."""
     rows, width = tokens.shape
-    if targets.device != tokens.device:
-        return None
-    for columns in (width, width - 1):
-        if targets.numel() == rows * columns:
-            return targets.reshape(rows, columns)
-    return None
+    num = targets.numel()
+    if num not in (rows * width, rows * (width - 1)) or targets.device != tokens.device:
+        return 0
+    return num // rows

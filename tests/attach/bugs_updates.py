@@ -66,6 +66,10 @@ UPDATE_BUGS = [
         "if self._targets is not None:", f"{_B}test_targets_beside_tokens_are_none_of_classes"),
     Bug("rows that are copies", "batch_arithmetic:copies", "1.0 - len(np.unique(known)) / len(rows[0])", "0.0",
         f"{_B}test_rows_that_are_copies_of_another_are_counted"),
-    Bug("rows with one mask are no copies", "batch_facts:BatchFacts.see_inputs", "rows = _rows(whole or",
-        "rows = _rows(whole[-1:] or", f"{_B}test_rows_with_the_same_mask_and_other_tokens_are_no_copies"),
+    Bug("rows that are copies in C", "fp8watch/kernels/cpu_source/batch.h", "hashes[places[place] - 1] != hashes[i]", "1",
+        f"{_B}test_rows_that_are_copies_of_another_are_counted"),
+    Bug("rows with one mask are no copies in C", "fp8watch/kernels/cpu_source/batch.h", "hashes[i] += sum;",
+        "hashes[i] = sum;", f"{_B}test_rows_with_the_same_mask_and_other_tokens_are_no_copies"),
+    Bug("rows with one mask are no copies", "batch_facts:_rows", "for x in inputs if x.ndim >= 1",
+        "for x in inputs[-1:] if x.ndim >= 1", f"{_B}test_rows_with_the_same_mask_and_other_tokens_are_no_copies"),
 ]  # fmt: skip

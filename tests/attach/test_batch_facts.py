@@ -7,10 +7,19 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fp8watch.kernels import cpu_library
 from fp8watch.observer import batch_arithmetic, batch_facts
 from fp8watch_agent.batch_names import BATCH, CONCENTRATION, COPIES, HASH, MASK, SCORED, SHIFTS, TARGETS
 
 NEXT, SECOND = SHIFTS[1], SHIFTS[2]
+
+
+@pytest.fixture(autouse=True, params=["library", "numpy"])
+def read_by(request, monkeypatch):
+    """What is true of a batch is true whether the C library is there or not."""
+    assert cpu_library.load() is not None
+    if request.param == "numpy":
+        monkeypatch.setattr(cpu_library, "library", None)
 
 
 class Lm(nn.Module):

@@ -47,7 +47,8 @@ def files_of(action: Callable[[], object]) -> list[str]:
 def test_an_operand_crosses_few_files(tmp_path, monkeypatch) -> None:
     torch.manual_seed(0)
     monkeypatch.setenv("FP8WATCH_SPOOL_DIR", str(tmp_path))
-    monkeypatch.setattr(step_boundary, "_watches", weakref.WeakSet())  # those of other tests would be told too
+    # those of other tests would be told too
+    monkeypatch.setattr(step_boundary, "_watches", weakref.WeakValueDictionary())
     monkeypatch.setattr(LossHook, "_see_inputs", lambda *_: None)  # of the model: once a pass, and no operand's way
     model, x = torch.nn.Sequential(torch.nn.Linear(256, 256)), torch.randn(256, 256)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)

@@ -6,6 +6,7 @@
 #include <pthread.h>
 #include <stdlib.h>
 
+#include "batch.h"
 #include "dequantize.h"
 #include "hash.h"
 #include "jumps.h"
@@ -268,6 +269,41 @@ void fp8watch_row_jumps(const struct row *rows, int64_t n, const uint8_t *broken
         }
         score[i] = highest;
     }
+}
+
+/* What one pass was given: num tensors, all of them hashed. Rows are held against each other over the tensors that have
+ * num_rows of them, and of the first token_rows rows of tensor `tokens` the concentration is taken; 0: neither. A mask is
+ * tensor `mask`, or there is none below 0. At most BATCH_ROWS rows. Returns 1 and nothing where a tensor has no memory. */
+int fp8watch_batch(const struct integers *inputs, int32_t num, const struct batch_rule *rule, int64_t num_rows, int32_t tokens,
+                   int64_t token_rows, int32_t mask, struct batch_found *found) {
+    uint64_t hashes[BATCH_ROWS], which = 0;
+    memset(hashes, 0, (size_t)num_rows * sizeof *hashes);
+    found->hash = 0;
+    for (int32_t k = 0; k < num; k++) {
+        if (!inputs[k].at) return 1;
+        found->hash += hash_integers(inputs + k, rule);
+        if (num_rows && inputs[k].rows == num_rows) hash_rows(inputs + k, rule, which++, hashes);
+    }
+    found->num_distinct = num_rows ? num_distinct(hashes, num_rows, rule->golden) : 0;
+    found->squares = token_rows ? sum_of_squares(inputs + tokens, token_rows, 0, 0) : 0;
+    found->mask = mask < 0 ? 0 : sum_of(inputs + mask);
+    return 0;
+}
+
+/* How many of the targets are scored; the first of `found`. Where asked for, the second is Σ count² over their buckets.
+ * Returns as above. */
+int fp8watch_scored(const struct integers *targets, int64_t ignored, int32_t concentrated, int64_t *found) {
+    if (!targets->at) return 1;
+    found[0] = num_scored(targets, ignored);
+    found[1] = concentrated ? sum_of_squares(targets, targets->rows, 1, ignored) : 0;
+    return 0;
+}
+
+/* Tokens and labels of equally many rows, the first `rows` of both: see count_shifts. Returns as above. */
+int fp8watch_shifts(const struct integers *both, int64_t rows, int64_t ignored, int64_t *found) {
+    if (!both[0].at || !both[1].at) return 1;
+    count_shifts(both, both + 1, rows, ignored, found);
+    return 0;
 }
 
 /* Codes [M, K], contiguous, times the scale_inv of their tile. */
