@@ -254,6 +254,10 @@ def _open(path: Path) -> ctypes.CDLL:
             pointer, i64, pointer, ctypes.c_float, ctypes.c_float, *[pointer] * 7
         ]  # fmt: skip
         library.fp8watch_row_jumps.restype = None
+        library.fp8watch_gather.argtypes = [pointer, i64, i64, pointer]
+        library.fp8watch_gather.restype = None
+        library.fp8watch_first_other.argtypes = [pointer, i64, i64, pointer]
+        library.fp8watch_first_other.restype = i64
         library.fp8watch_look.argtypes = [pointer, i64, i32, i32, pointer, i32]
         library.fp8watch_dequantize.argtypes = [pointer, pointer, pointer, i64, i64, i64, i64, i32, i32]
         library.fp8watch_dequantize.restype = None

@@ -9,6 +9,7 @@
 #include "dequantize.h"
 #include "jumps.h"
 #include "slow.h"
+#include "standing.h"
 
 #define MAX_CHUNKS 64
 #define CHUNK_ELEMENTS (1 << 16)
@@ -268,6 +269,12 @@ void fp8watch_row_jumps(const struct row *rows, int64_t n, const uint8_t *broken
         }
         score[i] = highest;
     }
+}
+
+void fp8watch_gather(const uint64_t *at, int64_t n, int64_t bytes, char *into) { gather(at, n, bytes, into); }
+
+int64_t fp8watch_first_other(const uint64_t *at, int64_t n, int64_t bytes, const char *kept) {
+    return first_other(at, n, bytes, kept);
 }
 
 /* Codes [M, K], contiguous, times the scale_inv of their tile. */
