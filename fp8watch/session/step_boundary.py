@@ -71,14 +71,16 @@ class StepListener(Protocol):
         """The process ends, or training raised."""
 
 
-_watches: weakref.WeakSet[StepListener] = weakref.WeakSet()
+_watches: list[weakref.ref[StepListener]] = []
+"""Those that are told: asked several times a step, where going through a WeakSet takes longer than what it is asked for."""
 _undo: list[Callable[[], None]] = []
 _lock = threading.Lock()
 
 
 def _each(action: Callable[[StepListener], Any]) -> None:
-    for watch in list(_watches):
-        watch.guard.run("step_end", action, watch)
+    for reference in tuple(_watches):
+        if (watch := reference()) is not None:
+            watch.guard.run("step_end", action, watch)
 
 
 def _after_optimizer(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -202,18 +204,25 @@ def start(watch: StepListener) -> None:
                 ]
             )  # fmt: skip
             _undo.append(lambda: atexit.unregister(_at_exit))
-        _watches.add(watch)
+        _watches.append(weakref.ref(watch, _forget))
 
 
 def watch_of(model: nn.Module) -> StepListener | None:
     """The watch of this very model that is alive."""
-    return next((w for w in list(_watches) if getattr(w, "_model", None) is model), None)
+    alive = [watch for reference in tuple(_watches) if (watch := reference()) is not None]
+    return next((watch for watch in alive if getattr(watch, "_model", None) is model), None)
+
+
+def _forget(reference: weakref.ref[StepListener]) -> None:
+    """A watch went, or is to be told no more."""
+    if reference in _watches:
+        _watches.remove(reference)
 
 
 def stop(watch: StepListener) -> None:
     """Take everything back when the last watch goes."""
     with _lock:
-        _watches.discard(watch)
+        _forget(weakref.ref(watch))
         if not _watches:
             while _undo:
                 watch.guard.run("step_end.undo", _undo.pop())
@@ -231,4 +240,5 @@ def abandoned(plan: ObservationPlan, recorder: Recorder) -> None:
 def is_capturing() -> bool:
     """Whether a CUDA graph is captured on this stream: then nothing runs, and no step ends. Each replay accumulates;
     `watch.step()` after it ends the step."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    began = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return bool(began) and torch.cuda.is_current_stream_capturing()

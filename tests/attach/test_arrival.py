@@ -184,7 +184,7 @@ def test_a_fused_optimizers_skip_is_known_when_it_has_arrived(late, mlp):
 def test_nothing_ends_while_a_graph_is_captured(attach, mlp, train, monkeypatch):
     watch = attach(mlp)
     with monkeypatch.context() as m:
-        m.setattr(step_boundary.torch.cuda, "is_available", lambda: True)
+        m.setattr(step_boundary.torch.cuda, "is_initialized", lambda: True)
         m.setattr(step_boundary.torch.cuda, "is_current_stream_capturing", lambda: True)
         # a build of torch with CUDA asks the driver for the stream
         m.setattr(torch.optim.Optimizer, "_accelerator_graph_capture_health_check", lambda _: None, raising=False)
