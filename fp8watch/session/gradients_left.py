@@ -14,13 +14,13 @@ Where no backward began and the optimizer steps on the same bits in the same mem
 
 from __future__ import annotations
 
-from ctypes import string_at
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from fp8watch.kernels.cpu_standing import piece
 from fp8watch.session.by_optimizer import ByOptimizer
 from fp8watch.session.standing_elements import WIDTH, readable
 from fp8watch_agent.update_names import GRADIENTS_KEPT, GRADIENTS_LEFT, STEPPED_AGAIN
@@ -39,7 +39,7 @@ class _Left:
     """A gradient behind its optimizer's step."""
 
     parameter: Tensor
-    copy: Tensor | bytes  # [WIDTH]: the gradient's memory is not held; bytes on a CPU
+    copy: Tensor | bytes  # [WIDTH]: the gradient's memory is not held; bytes where the C library read them
     dtype: torch.dtype
     address: int
     begun: bool = False  # a backward has
@@ -144,14 +144,15 @@ def _part(gradient: Tensor) -> Tensor:
 
 def _here(gradient: Tensor) -> tuple[int, bytes] | None:
     """Address of a gradient, and what lies in its middle, read without torch: behind GEMMs each of its calls takes microseconds.
-    None where it is not `readable`, or lies on a device."""
+    None where it is not `readable`, or lies on a device, or where the C library is not there."""
     if type(gradient) is not Tensor or not gradient.is_cpu or gradient.layout is not torch.strided:
         return None
     size, num = _SIZES.get(gradient.dtype), gradient.numel()
     if size is None or num < WIDTH or not gradient.is_contiguous() or gradient.is_neg():
         return None
     address = gradient.data_ptr()
-    return (address, string_at(address + (num - WIDTH) // 2 * size, WIDTH * size)) if address else None
+    copy = piece(address + (num - WIDTH) // 2 * size, WIDTH * size) if address else None
+    return None if copy is None else (address, copy)
 
 
 def _leave(p: Tensor, gradient: Tensor | None) -> _Left | None:

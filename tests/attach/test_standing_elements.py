@@ -234,7 +234,7 @@ def test_places_are_those_of_parameters_whatever_else_an_optimizer_keeps():
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_gradients_are_left_by_their_values(dtype):
+def test_gradients_are_left_by_their_values(either, dtype):
     """NaN is none that stays, zeros of either sign were cleared, and a zero that only changed its sign is what it was."""
     model = torch.nn.Linear(16, 16, bias=False).to(dtype)
     optimizer, left, p = torch.optim.SGD(model.parameters()), GradientsLeft(model), model.weight
@@ -253,6 +253,9 @@ def test_gradients_are_left_by_their_values(dtype):
         p.grad = None
 
     gradient = torch.randn(16, 16).to(dtype)
+    p.grad = gradient
+    left.after(optimizer, looks=True)
+    assert isinstance(left._left[id(optimizer)][0].copy, bytes if either == "library" else torch.Tensor)
     with_zero, nan = gradient.clone(), gradient.clone()
     with_zero.view(-1)[96:][3], nan.view(-1)[96:][3] = 0.0, torch.nan
     assert stay(gradient) == 1
