@@ -257,6 +257,10 @@ def _open(path: Path) -> ctypes.CDLL:
         library.fp8watch_batch.argtypes = [ctypes.c_char_p, i32, ctypes.c_char_p, i64, i32, i64, i32, pointer]
         library.fp8watch_scored.argtypes = [ctypes.c_char_p, i64, i32, pointer]
         library.fp8watch_shifts.argtypes = [ctypes.c_char_p, i64, i64, pointer]
+        library.fp8watch_gather.argtypes = [pointer, i64, i64, pointer]
+        library.fp8watch_gather.restype = None
+        library.fp8watch_first_other.argtypes = [pointer, i64, i64, pointer]
+        library.fp8watch_first_other.restype = i64
         library.fp8watch_look.argtypes = [pointer, i64, i32, i32, pointer, i32]
         library.fp8watch_dequantize.argtypes = [pointer, pointer, pointer, i64, i64, i64, i64, i32, i32]
         library.fp8watch_dequantize.restype = None

@@ -14,14 +14,15 @@ Where no backward began and the optimizer steps on the same bits in the same mem
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fp8watch.session.standing_state import WIDTH, readable
+from fp8watch.kernels.cpu_standing import piece
+from fp8watch.session.by_optimizer import ByOptimizer
+from fp8watch.session.standing_elements import WIDTH, readable
 from fp8watch_agent.update_names import GRADIENTS_KEPT, GRADIENTS_LEFT, STEPPED_AGAIN
 
 MAX_KEPT = 3
@@ -29,6 +30,7 @@ MAX_KEPT = 3
 ALONG = 0.35
 """Cosine of what the optimizer left and what it is given: 0.7 where as large a gradient was added, 0 ± 0.13 where one was written over it."""
 REFRESH_STEPS = 256
+_SIZES = {torch.float16: 2, torch.bfloat16: 2, torch.float32: 4, torch.float64: 8}
 Optimizer = torch.optim.Optimizer
 
 
@@ -37,10 +39,16 @@ class _Left:
     """A gradient behind its optimizer's step."""
 
     parameter: Tensor
-    values: Tensor  # [WIDTH], a copy: the gradient's memory is not held
+    copy: Tensor | bytes  # [WIDTH]: the gradient's memory is not held; bytes where the C library read them
+    dtype: torch.dtype
     address: int
     begun: bool = False  # a backward has
     stays: Tensor | bool = True  # as far as is known: [] bool on the device
+
+    @property
+    def values(self) -> Tensor:
+        """The copy as numbers. [WIDTH]"""
+        return self.copy if isinstance(self.copy, Tensor) else torch.frombuffer(bytearray(self.copy), dtype=self.dtype)
 
 
 class GradientsLeft:
@@ -52,48 +60,44 @@ class GradientsLeft:
 
     def __init__(self, model: nn.Module) -> None:
         self._model, self._ids = model, frozenset[int]()
-        self._left: weakref.WeakKeyDictionary[Optimizer, list[_Left]] = weakref.WeakKeyDictionary()
+        self._left = ByOptimizer[list[_Left]]()
         self._turn = 0
 
     def stop(self) -> None:
         """Follow nothing any more."""
         self._left.clear()
 
-    @torch.no_grad()
     def after(self, optimizer: Optimizer, *, looks: bool) -> None:
         """It has stepped: what gradients it leaves."""
         if not looks:
-            self._left.pop(optimizer, None)
+            self._left.pop(id(optimizer), None)
             return
         if self._turn % REFRESH_STEPS == 0:  # FSDP2 replaces them
             self._ids = frozenset(id(p) for p in self._model.parameters())
         left, self._turn = [], self._turn + 1
         for group in optimizer.param_groups[:MAX_KEPT]:
-            params = group["params"]
-            if not params:
+            if not (params := group["params"]):
                 continue
             p = params[(self._turn * 7 + len(params) // 2) % len(params)]
-            if id(p) not in self._ids or (gradient := readable(p.grad)) is None:
-                continue
-            part = _part(gradient)
-            if part.is_cpu and not part.any():
-                continue
-            left.append(_Left(p, part.clone(), gradient.data_ptr()))
-        self._left[optimizer] = left
+            if id(p) in self._ids and (one := _leave(p, p.grad)) is not None:
+                left.append(one)
+        if id(optimizer) in self._left:
+            self._left[id(optimizer)] = left
+        else:
+            self._left.put(optimizer, left)
 
-    @torch.no_grad()
     def backward_begins(self) -> None:
         """A backward of the model has come to its first watched module."""
-        for left in self._left.values():
+        for left in list(self._left.values()):
             for one in left:
                 if one.stays is not False:
                     _look(one)
 
-    @torch.no_grad()
     def before(self, optimizer: Optimizer) -> dict[str, Any]:
         """It is about to step: how many gradients were left in place, or that it has stepped on these; empty where neither is so,
         on a CPU."""
-        known = self._left.pop(optimizer, [])
+        if known := self._left.get(id(optimizer), []):
+            self._left[id(optimizer)] = []
         if known and not any(one.begun for one in known):
             return _again(optimizer, known)
         left = [one for one in known if one.begun]
@@ -116,6 +120,7 @@ class GradientsLeft:
             numbers.pop(STEPPED_AGAIN, None)
 
 
+@torch.no_grad()
 def _again(optimizer: Optimizer, left: list[_Left]) -> dict[str, Any]:
     """Whether no gradient has changed since this optimizer stepped on it, and none of them is 0."""
     same: list[Tensor] = []
@@ -137,30 +142,70 @@ def _part(gradient: Tensor) -> Tensor:
     return gradient.as_strided((WIDTH,), (1,), gradient.storage_offset() + start)
 
 
+def _here(gradient: Tensor) -> tuple[int, bytes] | None:
+    """Address of a gradient, and what lies in its middle, read without torch: behind GEMMs each of its calls takes microseconds.
+    None where it is not `readable`, or lies on a device, or where the C library is not there."""
+    if type(gradient) is not Tensor or not gradient.is_cpu or gradient.layout is not torch.strided:
+        return None
+    size, num = _SIZES.get(gradient.dtype), gradient.numel()
+    if size is None or num < WIDTH or not gradient.is_contiguous() or gradient.is_neg():
+        return None
+    address = gradient.data_ptr()
+    copy = piece(address + (num - WIDTH) // 2 * size, WIDTH * size) if address else None
+    return None if copy is None else (address, copy)
+
+
+def _leave(p: Tensor, gradient: Tensor | None) -> _Left | None:
+    """What is to be known of a gradient; None where it cannot be read, or on a CPU is 0."""
+    if gradient is None:
+        return None
+    if (here := _here(gradient)) is not None and here[1].strip(b"\0\x80"):  # more than zeros of either sign
+        return _Left(p, here[1], gradient.dtype, here[0])
+    with torch.no_grad():
+        if (local := readable(gradient)) is None:
+            return None
+        part = _part(local)
+        return None if part.is_cpu and not part.any() else _Left(p, part.clone(), local.dtype, local.data_ptr())
+
+
 def _look(one: _Left) -> None:
     """Hold what is there against what was left: its bits at the first backward, that it is not 0 at the others."""
     first, one.begun = not one.begun, True
     gradient = one.parameter.grad
-    if (
-        gradient is None
-        or (gradient := readable(gradient)) is None
-        or gradient.dtype != one.values.dtype
-        or gradient.device != one.values.device
-    ):
+    if gradient is None or _is_cleared(one, gradient):
+        one.stays = False
+    else:
+        _hold(one, gradient, first)
+
+
+def _is_cleared(one: _Left, gradient: Tensor) -> bool:
+    """Whether there are zeros now, as far as that is seen without torch."""
+    here = _here(gradient) if isinstance(one.copy, bytes) else None
+    return here is not None and not here[1].strip(b"\0")
+
+
+@torch.no_grad()
+def _hold(one: _Left, gradient: Tensor | None, first: bool) -> None:
+    values = one.values
+    if (gradient := readable(gradient)) is None or gradient.dtype != values.dtype or gradient.device != values.device:
         one.stays = False
         return
     now = _part(gradient)
     if now.is_cpu:
-        one.stays = torch.equal(now, one.values) if first else bool(now.any())
+        one.stays = torch.equal(now, values) if first else bool(now.any())
         return
-    stays = (now == one.values).all() & (now != 0).any() if first else (now != 0).any()
+    stays = (now == values).all() & (now != 0).any() if first else (now != 0).any()
     one.stays = stays & one.stays if isinstance(one.stays, Tensor) else stays
 
 
 def _was_added_to(one: _Left) -> Tensor | bool:
     """Whether what stayed is part of the gradient of now."""
-    gradient = readable(one.parameter.grad)
-    if one.stays is False or gradient is None or gradient.data_ptr() != one.address:
+    return one.stays is not False and _lies_along(one, readable(one.parameter.grad))
+
+
+@torch.no_grad()
+def _lies_along(one: _Left, gradient: Tensor | None) -> Tensor | bool:
+    if gradient is None or gradient.data_ptr() != one.address:
         return False
     now, last = _part(gradient).double(), one.values.double()
     along = (now * last).sum() > ALONG * now.norm() * last.norm()

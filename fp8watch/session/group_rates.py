@@ -10,14 +10,15 @@ leap by LEAP. A rate that was 0 is a group that was frozen, and its beginning is
 
 from __future__ import annotations
 
-import weakref
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fp8watch.session.standing_state import parameter_names
+from fp8watch.session.by_optimizer import ByOptimizer
+from fp8watch.session.tensor_places import parameter_names
 from fp8watch_agent.update_names import OF, RATE_PARAMETERS, RATE_TIMES
 
 STILL_STEPS = 16
@@ -43,7 +44,7 @@ class GroupRates:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._known: weakref.WeakKeyDictionary[Optimizer, _Rates] = weakref.WeakKeyDictionary()
+        self._known = ByOptimizer[_Rates]()
 
     def stop(self) -> None:
         """Follow nothing any more."""
@@ -51,12 +52,16 @@ class GroupRates:
 
     def before(self, optimizer: Optimizer) -> dict[str, Any]:
         """It is about to step: what leaped, as scalars of the step that ends now."""
-        rates = [_rate(group) for group in optimizer.param_groups]
+        groups, known = optimizer.param_groups, self._known.get(id(optimizer))
+        if len(groups) == 1 and known is not None and _is_alone(groups[0], known.shape):
+            known.since += 1
+            return {}
+        rates = [_rate(group) for group in groups]
         base = next((rate for rate in rates if rate > 0), 0.0)
         if not base or min(rates) < 0:
             return {}
-        known = self._known.setdefault(optimizer, _Rates())
-        groups = optimizer.param_groups
+        if known is None:
+            self._known.put(optimizer, known := _Rates())
         shape = tuple((float(f"{r / base:.6g}"), len(g["params"])) for r, g in zip(rates, groups, strict=True))
         if shape == known.shape:
             known.since += 1
@@ -74,6 +79,12 @@ class GroupRates:
         first = next(p for p in leaps)
         name = dict(parameter_names(self._model)).get(first, "a parameter")
         return {RATE_TIMES: max(leaps.values()), RATE_PARAMETERS: len(leaps), OF + name: 1.0}
+
+
+def _is_alone(group: dict[str, Any], shape: tuple[tuple[float, int], ...]) -> bool:
+    """Whether the only group has as many parameters as it had: its rate is its own, whatever a schedule makes of it."""
+    lr = group.get("lr")
+    return type(lr) is float and 0.0 < lr < math.inf and shape == ((1.0, len(group["params"])),)
 
 
 def _rate(group: dict[str, Any]) -> float:

@@ -14,6 +14,7 @@ from torch import nn
 
 from fp8watch.observer.observation_plan import ObservationPlan
 from fp8watch.observer.recompute_values import only_news
+from fp8watch.observer.stopwatch import FIXED
 from fp8watch.session.gradients_left import GradientsLeft
 from fp8watch.session.group_rates import GroupRates
 from fp8watch.session.sites import SlabSite, operand_name
@@ -39,24 +40,32 @@ class OptimizerLooks(StandingState):
 
     def before(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer is about to step: what is not as it was left, and what is new of its last update, its gradients and rates."""
+        plan, follows = self._plan, self._updates.follows(optimizer)
+        if plan is None or not (follows or id(optimizer) in self._kept):
+            return {}
+        began = None if plan.stopwatch is None else plan.stopwatch.mark()
         found = super().before(optimizer)
-        if self._plan is None or not self._updates.follows(optimizer):
-            return found
-        with self._timed():
-            self._plan.guard.run("updates", self._news, optimizer, found)
+        if follows:
+            plan.guard.run("updates", self._news, optimizer, found)
+        if plan.stopwatch is not None:
+            plan.stopwatch.add(FIXED, began, plan.stopwatch.mark())
         return found
 
     def _news(self, optimizer: Optimizer, found: dict[str, Any]) -> None:
         for look in (self._rates.before, self.left.before, self._updates.before):
-            found.update(look(optimizer))
+            if news := look(optimizer):
+                found.update(news)
 
     def after(self, optimizer: Optimizer, *, looks: bool = True) -> None:
         """The optimizer has stepped: keep what it leaves, where the next step `looks` at it."""
-        super().after(optimizer, looks=looks)
-        if self._plan is None:
+        plan = self._plan
+        if plan is None:
             return
-        with self._timed():
-            self._plan.guard.run("updates", self._follow, optimizer, looks)
+        began = None if plan.stopwatch is None else plan.stopwatch.mark()
+        super().after(optimizer, looks=looks)
+        plan.guard.run("updates", self._follow, optimizer, looks)
+        if plan.stopwatch is not None:
+            plan.stopwatch.add(FIXED, began, plan.stopwatch.mark())
 
     def _follow(self, optimizer: Optimizer, looks: bool) -> None:
         self._updates.follow(optimizer, looks=looks)

@@ -14,9 +14,8 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -24,9 +23,9 @@ import torch
 from torch import Tensor, nn
 
 from fp8watch.observer.observation_plan import ObservationPlan
-from fp8watch.observer.stopwatch import FIXED
-from fp8watch.selection.wrappers import named_modules
-from fp8watch.session.tensor_places import Optimizer, TensorPlace, TensorPlaces, state_of
+from fp8watch.session.by_optimizer import ByOptimizer
+from fp8watch.session.standing_elements import WIDTH, StandingElements, readable
+from fp8watch.session.tensor_places import Optimizer, TensorPlace, TensorPlaces, parameter_names, state_of
 from fp8watch_agent.training_names import (
     CHANGED,
     EPS,
@@ -39,7 +38,6 @@ from fp8watch_agent.training_names import (
     WEIGHTS_LOOKED,
 )
 
-WIDTH = 64
 TURN_STEPS = 64
 MAX_TENSORS = 4096
 MAX_NAMES = 8 * MAX_TENSORS
@@ -57,7 +55,7 @@ class _Kept:
     names: list[str]  # of the tensors, weights behind moments
     num_moments: int
     places: TensorPlaces
-    views: list[Tensor]  # [WIDTH] each
+    elements: StandingElements
     offset: int
     left: int  # steps until other elements are looked at
     values: Tensor  # [T · WIDTH]
@@ -70,14 +68,9 @@ class _Kept:
         """Whether all of them lie where they lay."""
         return self.places.is_current(optimizer)
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the numbers whose bits `values` has."""
-        return reduce(torch.promote_types, (view.dtype for view in self.views))
-
     def release(self) -> None:
         """What is loaded takes the place of these tensors: their memory must not be held any longer."""
-        self.places, self.views = TensorPlaces(), []
+        self.places, self.elements = TensorPlaces(), StandingElements([], 0)
 
 
 class StandingState:
@@ -90,7 +83,7 @@ class StandingState:
 
     def __init__(self, model: nn.Module, plan: ObservationPlan | None) -> None:
         self._model, self._plan = model, plan
-        self._kept: weakref.WeakKeyDictionary[Optimizer, _Kept | None] = weakref.WeakKeyDictionary()
+        self._kept = ByOptimizer[_Kept | None]()  # None: it is left alone
         self._names: dict[int, str] = {}
         self._hooks: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
         self.names: list[str] = []
@@ -105,19 +98,15 @@ class StandingState:
             name -> number, or [] tensor on the device; empty where nothing can be compared, and on a CPU where nothing
             has changed.
         """
-        if self._kept.get(optimizer) is None:
-            return {}
-        with self._timed():
-            return self._changes(optimizer)
+        kept = self._kept.get(id(optimizer))
+        return {} if kept is None else self._changes(optimizer, kept)
 
     def after(self, optimizer: Optimizer, *, looks: bool = True) -> None:
         """The optimizer has stepped: keep what it leaves, where the next step `looks` at it."""
-        if not looks or self._plan is None:
-            if self._kept.get(optimizer) is not None:
-                del self._kept[optimizer]
-            return
-        with self._timed():
+        if looks and self._plan is not None:
             self._keep(optimizer)
+        elif self._kept.get(id(optimizer)) is not None:
+            del self._kept[id(optimizer)]
 
     def stop(self) -> None:
         """Look no more, and leave nothing on the optimizers."""
@@ -128,49 +117,43 @@ class StandingState:
         self._plan = None
 
     def _release(self, optimizer: Optimizer) -> None:
-        if (kept := self._kept.get(optimizer)) is not None:
+        if (kept := self._kept.get(id(optimizer))) is not None:
             kept.release()
 
-    @contextmanager
-    def _timed(self) -> Iterator[None]:
-        stopwatch = None if self._plan is None else self._plan.stopwatch
-        began = None if stopwatch is None else stopwatch.mark()
-        with torch.no_grad():
-            yield
-        if stopwatch is not None:
-            stopwatch.add(FIXED, began, stopwatch.mark())
-
     def _keep(self, optimizer: Optimizer) -> None:
-        kept = self._kept.get(optimizer)
-        if optimizer in self._kept and kept is None:
-            return
-        if kept is None or kept.left <= 0 or not kept.is_current(optimizer):
-            remade = kept.num_remade + 1 if kept is not None and kept.left > 0 else 0
-            made = self._look(optimizer, 0 if kept is None else kept.offset + WIDTH * (kept.left <= 0))
-            if made is None or remade > MAX_REMADE:
-                self._kept[optimizer] = None if remade > MAX_REMADE else kept
-                return
-            made.num_remade = remade
-            self._kept[optimizer] = made
-            if optimizer not in self._hooks:
-                released = partial(_release, weakref.WeakMethod(self._release))
-                self._hooks[optimizer] = optimizer.register_load_state_dict_pre_hook(released)
-            return
-        kept.left, kept.num_remade = kept.left - 1, 0
-        kept.last, kept.values = kept.values, _read(kept.views)
+        kept = self._kept.get(id(optimizer))
+        if kept is not None and kept.left > 0 and kept.is_current(optimizer):
+            kept.left, kept.num_remade = kept.left - 1, 0
+            kept.last, kept.values = kept.values, kept.elements.read(spare=kept.last)
+        elif kept is not None or id(optimizer) not in self._kept:
+            self._keep_others(optimizer, kept)
 
-    def _changes(self, optimizer: Optimizer) -> dict[str, Any]:
-        kept = self._kept[optimizer]
-        assert kept is not None
+    def _keep_others(self, optimizer: Optimizer, kept: _Kept | None) -> None:
+        """Other elements than before, or those of other tensors."""
+        remade = kept.num_remade + 1 if kept is not None and kept.left > 0 else 0
+        made = self._look(optimizer, 0 if kept is None else kept.offset + WIDTH * (kept.left <= 0))
+        if made is None or remade > MAX_REMADE:
+            self._kept.put(optimizer, None if remade > MAX_REMADE else kept)
+            return
+        made.num_remade = remade
+        self._kept.put(optimizer, made)
+        if optimizer not in self._hooks:
+            released = partial(_release, weakref.WeakMethod(self._release))
+            self._hooks[optimizer] = optimizer.register_load_state_dict_pre_hook(released)
+
+    def _changes(self, optimizer: Optimizer, kept: _Kept) -> dict[str, Any]:
         now = kept
-        if not kept.is_current(optimizer):  # loaded, or made anew: the same elements of other tensors
+        if kept.is_current(optimizer):
+            if not kept.is_new and kept.elements.are(kept.values):
+                return {}
+        else:  # loaded, or made anew: the same elements of other tensors
             found = self._look(optimizer, kept.offset)
             same = found is not None and found.names == kept.names and found.values.device == kept.values.device
             if found is None or not same or found.values.shape != kept.values.shape:
-                self._kept.pop(optimizer, None)
+                self._kept.pop(id(optimizer), None)
                 return {}
             now = found
-        values = now.values if now is not kept else _read(kept.views)
+        values = now.values if now is not kept else kept.elements.read()
         same = values.device.type == "cpu" and torch.equal(values, kept.values)
         zeros = {} if same and not kept.is_new else _zeros(now, values, optimizer)
         kept.is_new = False
@@ -219,13 +202,17 @@ class StandingState:
     def update_of(self, weight: str) -> Tensor | None:
         """How far the last update moved a weight, mean over mean of the magnitudes that are looked at: [] float32,
         where they are; None where that is not known."""
-        for kept in self._kept.values():
-            if kept is None or kept.last is None or not kept.views or kept.last.shape != kept.values.shape:
-                continue
-            if weight not in kept.names[kept.num_moments :]:
+        for kept in list(self._kept.values()):
+            if (
+                kept is None
+                or kept.last is None
+                or not kept.elements.views
+                or weight not in kept.names[kept.num_moments :]
+            ):
                 continue
             at = kept.names.index(weight, kept.num_moments)
-            now, last = (bits.view(kept.dtype).view(-1, WIDTH)[at].float() for bits in (kept.values, kept.last))
+            both, dtype = (kept.values, kept.last), kept.elements.dtype
+            now, last = (bits.view(dtype).view(-1, WIDTH)[at].float() for bits in both)
             return (now - last).abs().mean() / now.abs().mean()
         return None
 
@@ -237,9 +224,9 @@ class StandingState:
         if not moments:
             return None
         places = [*moments, *weights]
-        views = [_part(place.local, offset) for place in places]
-        names = [place.name for place in places]
-        kept = _Kept(names, len(moments), TensorPlaces.of(optimizer, places), views, offset, TURN_STEPS, _read(views))
+        elements, names = StandingElements([place.local for place in places], offset), [place.name for place in places]
+        where, values = TensorPlaces.of(optimizer, places), elements.read()
+        kept = _Kept(names, len(moments), where, elements, offset, TURN_STEPS, values)
         at = {(id(place.parameter), place.key): i for i, place in enumerate(moments)}
         seconds = ((i, at.get((parameter, SECOND))) for (parameter, key), i in at.items() if key == FIRST)
         if pairs := [pair for pair in seconds if pair[1] is not None]:
@@ -277,7 +264,7 @@ def _zeros(kept: _Kept, values: Tensor, optimizer: Optimizer) -> dict[str, Any]:
     """Second moments that are 0 where the first is not, of the elements that were read; nothing where there are none, on a CPU."""
     if kept.pairs is None:
         return {}
-    numbers = values.view(kept.dtype).view(-1, WIDTH)
+    numbers = values.view(kept.elements.dtype).view(-1, WIDTH)
     first, second = (numbers.index_select(0, at) for at in kept.pairs)
     moving = first.abs() >= LEAST_FIRST
     zero, looked = (moving & (second == 0)).sum(), moving.sum()
@@ -316,33 +303,3 @@ def moments_of(model: nn.Module, optimizers: Iterable[Optimizer]) -> Iterator[tu
                 local = getattr(value, "_local_tensor", value)
                 if isinstance(local, Tensor) and local.numel() > 1:
                     yield f"{key} of {name}", local
-
-
-def parameter_names(model: nn.Module) -> Iterator[tuple[int, str]]:
-    """(id, name) of each parameter, and of the copy that Megatron keeps on it."""
-    for module_name, module in named_modules(model):
-        for name, parameter in module.named_parameters(recurse=False):
-            full = f"{module_name}.{name}".lstrip(".")
-            yield id(parameter), full
-            if (copy := getattr(parameter, "main_param", None)) is not None:
-                yield id(copy), full
-
-
-def readable(x: Any) -> Tensor | None:
-    """This rank's part of a tensor of floats that is wide enough and lies in one piece; None for any other."""
-    local = getattr(x, "_local_tensor", x)
-    if type(local) not in (Tensor, nn.Parameter) or not local.is_floating_point() or local.numel() < WIDTH:
-        return None
-    return local if local.layout == torch.strided and local.is_contiguous() and local.element_size() > 1 else None
-
-
-def _part(x: Tensor, offset: int) -> Tensor:
-    """WIDTH neighbouring elements, round and round. [WIDTH]"""
-    start = offset % (x.numel() - WIDTH + 1)
-    return x.view(-1)[start : start + WIDTH]
-
-
-def _read(views: list[Tensor]) -> Tensor:
-    """A copy of all of them as bits, so that a NaN is equal to itself. [T · WIDTH]"""
-    copy = torch.cat(views)
-    return copy.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[copy.element_size()])

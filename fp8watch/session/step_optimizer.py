@@ -196,7 +196,7 @@ class StepOwner:
             return False
         if again:  # the others sit this one out
             self._known = weakref.WeakSet([optimizer])
-        if all(o in self._stepped for o in self._known):
+        if len(self._known) == 1 or all(o in self._stepped for o in self._known):  # one is this one
             self._stepped.clear()
             return True
         return False

@@ -6,12 +6,15 @@ Thread:     training
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from operator import is_
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from fp8watch.selection.wrappers import named_modules
 
 Optimizer = torch.optim.Optimizer
 
@@ -39,6 +42,7 @@ class TensorPlaces:
     holders: list[Any] = field(default_factory=list)  # moments, and weights behind them
     addresses: list[int] = field(default_factory=list)
     whole: bool = True  # none of them is a part of a sharded tensor
+    ids: list[int] = field(default_factory=list)  # of all that the optimizer's state has, and of what it has of each
 
     @classmethod
     def of(cls, optimizer: Optimizer, places: list[TensorPlace]) -> TensorPlaces:
@@ -63,15 +67,35 @@ class TensorPlaces:
         """Whether all of them are the same tensors, in the same memory."""
         if not (
             self.holders
-            and all(map(is_, map(optimizer.state.get, self.parameters), self.states))
+            and self._has_states(optimizer.state)
             and all(map(is_, map(dict.get, self.of_moment, self.keys), self.moments))
         ):
             return False
         held = self.holders if self.whole else [getattr(holder, "_local_tensor", holder) for holder in self.holders]
         return list(map(Tensor.data_ptr, held)) == self.addresses
 
+    def _has_states(self, state: Any) -> bool:
+        """Whether the parameters have these states. Asked parameter by parameter, torch hashes each in Python; so that is done
+        where not all of the ids are those of the last time. Ids of what is held here stand for nothing else."""
+        ids = [*map(id, state), *map(id, state.values())] if isinstance(state, dict) else []
+        if ids and ids == self.ids:
+            return True
+        found = all(map(is_, map(state.get, self.parameters), self.states))
+        self.ids = ids if found else []
+        return found
+
 
 def state_of(optimizer: Optimizer, parameter: Tensor) -> dict[str, Any]:
     """What it keeps of a parameter; empty where that is no dict."""
     state = optimizer.state.get(parameter)
     return state if isinstance(state, dict) else {}
+
+
+def parameter_names(model: nn.Module) -> Iterator[tuple[int, str]]:
+    """(id, name) of each parameter, and of the copy that Megatron keeps on it."""
+    for module_name, module in named_modules(model):
+        for name, parameter in module.named_parameters(recurse=False):
+            full = f"{module_name}.{name}".lstrip(".")
+            yield id(parameter), full
+            if (copy := getattr(parameter, "main_param", None)) is not None:
+                yield id(copy), full

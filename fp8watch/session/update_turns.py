@@ -14,7 +14,6 @@ How far it moves follows from what Adam keeps, see `update_size`.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from time import perf_counter
@@ -23,7 +22,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fp8watch.session.standing_state import FIRST, SECOND, parameter_names, readable
+from fp8watch.session.by_optimizer import ByOptimizer
+from fp8watch.session.standing_elements import readable
+from fp8watch.session.standing_state import FIRST, SECOND
+from fp8watch.session.tensor_places import parameter_names
 from fp8watch.session.update_size import Rate, rate_of, update_times
 from fp8watch_agent.update_names import (
     ASTRAY,
@@ -113,34 +115,39 @@ class UpdateTurns:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._known: weakref.WeakKeyDictionary[Optimizer, _Known] = weakref.WeakKeyDictionary()
+        self._known = ByOptimizer[_Known]()
         self._names: list[str] = []
         self._num_shrunk = 0  # looks in a row at which all weights had shrunk
 
     def follow(self, optimizer: Optimizer, *, looks: bool) -> None:
         """It has stepped, and is ours: look at it from now on, or no more."""
         if not looks:
-            self._known.pop(optimizer, None)
-        elif optimizer not in self._known:
-            self._known[optimizer] = self._made(optimizer)
-            self._known[optimizer].rest = 2 * (len(self._known) - 1)  # of several, one after the other
+            self._known.pop(id(optimizer), None)
+        elif id(optimizer) not in self._known:
+            made = self._made(optimizer)
+            made.rest = 2 * len(self._known)  # of several, one after the other
+            self._known.put(optimizer, made)
 
     def follows(self, optimizer: Optimizer) -> bool:
         """Whether it is looked at."""
-        return optimizer in self._known
+        return id(optimizer) in self._known
 
     def stop(self) -> None:
         """Look no more."""
         self._known.clear()
 
-    @torch.no_grad()
     def before(self, optimizer: Optimizer) -> dict[str, Any]:
         """It is about to step: what its step before did, in the second step of a turn; name -> number, or [] tensor."""
-        if (known := self._known.get(optimizer)) is None:
+        if (known := self._known.get(id(optimizer))) is None:
             return {}
         if known.rest > 0:
             known.rest -= 1
             return {}
+        return self._looked(optimizer, known)
+
+    @torch.no_grad()
+    def _looked(self, optimizer: Optimizer, known: _Known) -> dict[str, Any]:
+        """One of the two steps of a turn."""
         began_s = perf_counter()
         turn, known.turn = known.turn, None
         if turn is None:

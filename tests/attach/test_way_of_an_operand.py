@@ -23,7 +23,7 @@ from fp8watch.quantize.site_quantizer import SiteQuantizer
 from fp8watch.session import step_boundary
 
 ROOMS = tuple(f"{Path(package.__file__).parent}/" for package in (fp8watch, fp8watch_agent))
-MOST = {"forward": (38, 12), "backward": (27, 16), "optimizer.step": (82, 35)}
+MOST = {"forward": (36, 12), "backward": (26, 16), "optimizer.step": (77, 36)}
 """Moves between files, and files."""
 
 

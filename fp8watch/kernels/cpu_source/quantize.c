@@ -11,6 +11,7 @@
 #include "hash.h"
 #include "jumps.h"
 #include "slow.h"
+#include "standing.h"
 
 #define MAX_CHUNKS 64
 #define CHUNK_ELEMENTS (1 << 16)
@@ -304,6 +305,12 @@ int fp8watch_shifts(const struct integers *both, int64_t rows, int64_t ignored, 
     if (!both[0].at || !both[1].at) return 1;
     count_shifts(both, both + 1, rows, ignored, found);
     return 0;
+}
+
+void fp8watch_gather(const uint64_t *at, int64_t n, int64_t bytes, char *into) { gather(at, n, bytes, into); }
+
+int64_t fp8watch_first_other(const uint64_t *at, int64_t n, int64_t bytes, const char *kept) {
+    return first_other(at, n, bytes, kept);
 }
 
 /* Codes [M, K], contiguous, times the scale_inv of their tile. */
