@@ -10,7 +10,8 @@ torch takes longer to look at T tensors than to copy what they hold.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from ctypes import byref, c_char, c_uint64
+from ctypes import Array, byref, c_char, c_uint64
+from functools import cache
 
 import numpy as np
 
@@ -51,6 +52,12 @@ def piece(address: int, num_bytes: int) -> bytes | None:
     library = cpu_library.library
     if library is None:
         return None
-    into = (c_char * num_bytes)()
+    into = _bytes(num_bytes)()
     library.fp8watch_gather(byref(c_uint64(address)), 1, num_bytes, into)
     return into.raw
+
+
+@cache
+def _bytes(num: int) -> type[Array[c_char]]:
+    """The type of so many: ctypes makes it anew where nobody holds it."""
+    return c_char * num
