@@ -149,11 +149,13 @@ def taken(merge: WindowMerge, rng: np.random.Generator, steps: range) -> None:
 def test_a_step_in_which_something_broke_ends_every_window():
     rng, merge = np.random.default_rng(0), WindowMerge(SITES, 64)
     taken(merge, rng, range(1, 5))
-    leaving = merge.leaving(5, rows := drawn(rng), None)
-    assert leaving.before.all()
+    rows = drawn(rng)
+    rows["measured"][0] = 0
+    leaving = merge.leaving(5, rows, None)
+    assert leaving.before.all(), "that of a site which was not measured as well"
     assert (leaving.windows["window_steps_back"] == 3).all()
-    assert leaving.now.all()
-    assert leaving.records.tobytes() == rows.tobytes()
+    assert np.flatnonzero(~leaving.now).tolist() == [0]
+    assert leaving.records.tobytes() == rows[1:].tobytes()
     assert not merge.rest()[0].any()
 
 
