@@ -134,7 +134,7 @@ class StepFlush:
         plan, slab = self.plan, self.plan.slab
         assert slab is not None
         observing = recorded and not plan.step.outside
-        parts: dict[str, Tensor] = {"rows": slab.buffer} if self.copies.late else {}
+        parts: dict[str, Tensor] = {"rows": slab.buffer} if self.copies.late or not slab.is_cpu else {}
         numbers, waiting = self._split({**values, **plan.why.take()} if plan.why.on_the_way else values)
         if waiting:
             parts["numbers"] = torch.stack([v.detach().double().mean() for v in waiting.values()])

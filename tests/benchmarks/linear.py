@@ -118,11 +118,15 @@ def training(shape: dict[str, int], turns: int) -> str:
     return table.table(("", "ms", "against float32", "against no observer"), rows)
 
 
-def as_attached(shapes: dict[str, dict[str, int]], steps: int) -> str:
+def as_attached(models: dict[str, tuple[dict[str, int], int]]) -> str:
     """Attached at defaults beside the same path unobserved, in turns, with samples among the steps; a second unobserved
-    twin says what is noise. CPU time of the training thread."""
+    twin says what is noise. CPU time of the training thread.
+
+    Args:
+        models: name -> shape, steps a side. Short steps scatter by as much as long ones do, and there is time for more of them.
+    """
     rows = []
-    for name, shape in shapes.items():
+    for name, (shape, steps) in models.items():
         runs: dict[str, Callable[[], None]] = {}
         counted = {"full": 0, "rows": 0}
         watches = []
@@ -266,7 +270,8 @@ def main() -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as spool:
         os.environ["FP8WATCH_SPOOL_DIR"] = spool
-        together = as_attached({"demo, 256 wide": NARROW, "1024 wide": WIDE}, max(200, args.repetitions * 30))
+        more = max(7, args.repetitions)
+        together = as_attached({"demo, 256 wide": (NARROW, 90 * more), "1024 wide": (WIDE, 42 * more)})
         text = f"""## Emulated FP8 Linear, forward and backward, one thread
 
 {table.machine("torch", "numpy")} {args.repetitions} repetitions, CPU time of the training thread,
