@@ -9,6 +9,9 @@ site's own baseline, which other detectors explain where they can; what nothing 
 onset. A scale that follows amax of steps before lags in a young model, whose amax climbs: it is judged when statistics are warm.
 Bias: noise averages out over steps, and a gain error of an input or a weight does not (`families.gain`). An operand
 that lost half of its energy, or is off by more than rounding can, is no matter of granularity: quantiser-fault.
+
+Features of distances, and others that decay without end, have tiles that are nothing beside the largest and lose all of
+that: where the operand as a whole is inside its band, this is information.
 """
 
 from __future__ import annotations
@@ -26,6 +29,8 @@ from fp8watch_server.detect.step_view import GRAD_OUTPUT, INPUT, WEIGHT, Mask
 SIGMA = 6.0
 DEEP_DB = 6.0
 """Under its band by so much, a site is told after three samples: it has one in 64 steps where they go round."""
+FAINT_OCTAVES = 30.0
+"""Under the largest amax of the operand: a tile there is below the last bit that float32 has of a sum with it."""
 
 
 class Noise(Detector):
@@ -39,11 +44,14 @@ class Noise(Detector):
         self._drop = Latch(num_sites, 4, 6)
         self._deep = Latch(num_sites, 3, 4)
         self._biased = Latch(num_sites, 8, 10)
+        self._faint = np.zeros(num_sites, dtype=np.bool_)  # what is lost is of faint tiles, as far as was measured last
 
     def grow(self, num_sites: int) -> None:
         """More sites were registered."""
         for latch in (self._chronic, self._flushed, self._drop, self._deep, self._biased):
             latch.grow(num_sites)
+        if (more := num_sites - len(self._faint)) > 0:
+            self._faint = np.concatenate([self._faint, np.zeros(more, dtype=np.bool_)])
 
     def frozen(self) -> Mask:
         """Sites whose SQNR dropped. A chronic one has no other baseline to keep."""
@@ -56,9 +64,12 @@ class Noise(Detector):
         band[now.table.four_bit] = limit.chronic_sqnr_e2m1_db
         # four bits flush a tenth to 0, and clip the largest of a block, at their best
         forward = ((now.table.role == INPUT) | (now.table.role == WEIGHT)) & ~now.table.four_bit
-        with np.errstate(invalid="ignore"):
+        with np.errstate(divide="ignore", invalid="ignore"):
             noisy = self._lasting(now.sqnr_db < band, now) & ~_lags(ctx)
             flushed = forward & (now.underflow > limit.chronic_underflow) & ~_lags(ctx)
+            whole_db = 10.0 * np.log10(now.column("signal_energy") / now.column("noise_energy"))
+            faint = (whole_db >= band) & (now.log2_amin < now.log2_amax - FAINT_OCTAVES)
+        self._faint = np.where(np.isnan(whole_db), self._faint, faint)
         if not ctx.clean:
             return []
         chronic = self._chronic.update(noisy, ~np.isnan(now.sqnr_db), now.step)
@@ -78,7 +89,8 @@ class Noise(Detector):
         hit = chronic | fast | rounded | drop | biased
         if not hit.any():
             return []
-        rows = now.in_flow(hit)
+        loud = hit & ~(self._faint & (chronic | fast | rounded) & ~drop & ~biased)
+        rows = now.in_flow(loud if loud.any() else hit)
         row = int(rows[0])
         # In one step a part of the sites has an SQNR: those in alarm are counted, not those of this step.
         others = self._chronic.open | self._flushed.open | self._deep.open | self._biased.open
@@ -114,11 +126,14 @@ class Noise(Detector):
         if clamped > 0:
             evidence.append(Evidence("num_eps_tiles", int(clamped), 0, "tiles", since))
         evidence += [e for e in damage(ctx, row) if e.field == "num_saturated"]
+        if not loud.any() and np.isfinite(whole_db[row]):
+            least = f"{band[row]:g} or more"
+            evidence.append(Evidence("sqnr_db", round(float(whole_db[row]), 2), least, "dB", now.step))
         evidence.append(Evidence("noisy_sites", num_noisy, 0, f"of {int(np.count_nonzero(now.seen))} sites", since))
         return [
             now.finding(
                 "chronic-quantization-noise",
-                "warning",
+                "warning" if loud.any() else "info",
                 rows,
                 evidence,
                 "fp8",
@@ -127,6 +142,7 @@ class Noise(Detector):
                 onset=since if onset else None,
                 began=since,
                 sampled=by != "underflow",
+                faint=not loud.any(),
                 by=by,
                 sqnr_db=sqnr,
             )

@@ -27,11 +27,21 @@ def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
     if by != "sqnr" and (share := evidence(f, "underflow_ratio")) is not None:
         said.append(f"{number(share)} of the elements become 0")
     what = " and ".join(said)
+    much = "Faint tiles lost to quantisation" if f.extra.get("faint") else "Too much quantisation noise"
     return (
-        f"Too much quantisation noise in {site_words(s)}{': ' + said[0] if said else ''}",
+        f"{much} in {site_words(s)}{': ' + said[0] if said else ''}",
         f"In most of the measured steps of {site_words(s)}{since(f)}{' ' + what if what else ' too much is lost'}. "
-        "No chart shows an onset: it was so from the first of them.",
+        f"No chart shows an onset: it was so from the first of them.{_faint(f)}",
     )
+
+
+def _faint(f: Finding) -> str:
+    """That the operand as a whole is well, where that was measured."""
+    if not f.extra.get("faint"):
+        return ""
+    db = evidence(f, "sqnr_db")
+    whole = "inside the band of its format" if db is None else f"at {number(db)} dB"
+    return f" The operand as a whole is {whole}, and it has tiles more than 2^30 times smaller than its largest."
 
 
 def _biased(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
@@ -57,6 +67,14 @@ def _clamped(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
 
 def fixes(p: Place) -> list[Fix]:
     """What to change, most likely first."""
+    if p.extra.get("faint"):  # no granularity helps a tile whose every element is tiny
+        return [
+            Fix(
+                "code",
+                f"Nothing need change where these features fade on purpose, as those of distances do. If they are to count beside "
+                f"the others, scale them before {p.module}.",
+            )
+        ]
     kind, text = set_to(p.backend, [p.operand if p.operand in OPERANDS else "input"], 1e-12, p.power_2_scale)
     eps = [Fix(kind, f"{text}: {p.eps:g} is in use, and may clamp whole tiles.")] if p.eps > 1e-12 else []
     return [

@@ -1,0 +1,62 @@
+"""Tiles that are nothing beside the largest may lose all of that: of an operand that is well as a whole it is information."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from detect.healthy_run import Run
+from detect.single_steps import DOWN, detect, evidence, modes
+
+from fp8watch_server.incidents.explain import explain
+
+STEPS = range(60, 90)
+
+
+def faded(run: Run, *, octaves: float, whole_db: float, tile_db: float = 20.6, underflow: float = 0.6):
+    """A change of rows: as waves of distances are, which decay without end."""
+    i = run.index(DOWN, "input")
+
+    def change(rows: np.ndarray, s: np.ndarray, step: int) -> None:
+        rows["amax_min_nonzero"][i] = rows["amax_max"][i] * 2.0**-octaves
+        rows["tile_noise_ratio_sum"][i] = (rows["num_tiles"][i] - rows["num_zero_tiles"][i]) * 10 ** (-tile_db / 10)
+        rows["noise_energy"][i] = rows["signal_energy"][i] * 10 ** (-whole_db / 10)
+        rows["num_underflow"][i] = int(underflow * rows["num_nonzero"][i])
+
+    return change
+
+
+def test_faint_tiles_of_an_operand_that_is_well_are_information() -> None:
+    run = Run()
+    found = detect(run, faded(run, octaves=90, whole_db=34.1), STEPS)
+    assert modes(found) == {"chronic-quantization-noise"}
+    assert {f.severity for f in found} == {"info"}
+    assert evidence(found[0])["sqnr_db"] == pytest.approx(34.1, abs=0.01)
+    said = explain(found[0], run.facts)
+    assert said.title.startswith(f"Faint tiles lost to quantisation in {DOWN} input")
+    assert "The operand as a whole is at 34.1 dB" in said.cause
+    assert len(said.fix) == 1
+
+
+@pytest.mark.parametrize(
+    ("octaves", "whole_db"),
+    [(12, 34.1), (90, 20.0)],
+    ids=["tokens that are merely small", "an operand that is noisy as a whole"],
+)
+def test_what_else_is_lost_is_a_warning_as_ever(octaves: float, whole_db: float) -> None:
+    run = Run()
+    found = detect(run, faded(run, octaves=octaves, whole_db=whole_db), STEPS)
+    assert modes(found) == {"chronic-quantization-noise"}
+    assert {f.severity for f in found} == {"warning"}
+
+
+def test_another_operand_that_is_noisy_is_told_before_the_faint_one() -> None:
+    run = Run()
+    faint, other = faded(run, octaves=90, whole_db=34.1), run.index("layers.0.mlp.gate_proj", "input")
+
+    def both(rows: np.ndarray, s: np.ndarray, step: int) -> None:
+        faint(rows, s, step)
+        rows["tile_noise_ratio_sum"][other] = rows["num_tiles"][other] * 10**-2.0
+
+    found = [f for f in detect(run, both, STEPS) if f.severity != "info"]
+    assert found
+    assert run.facts[found[-1].site or 0].module == "layers.0.mlp.gate_proj"
