@@ -186,6 +186,27 @@ MODES = [
         f"{T}/test_attention_logits.py::test_logits_that_rise_with_the_learning_rate_are_information_and_then_the_usual",
     ),
     Bug(
+        "of faint tiles only those of an operand that is well are information",
+        "chronic_quantization_noise.detector:Noise.observe",
+        "(whole_db >= band) & (now",
+        "(now",
+        f"{T}/test_faint_tiles.py::test_what_else_is_lost_is_a_warning_as_ever[noisy-as-a-whole]",
+    ),
+    Bug(
+        "across faint tiles those that are noisy themselves are a warning",
+        "chronic_quantization_noise.detector:Noise.observe",
+        " & ~(noisy & ~self._faint)",
+        "",
+        f"{T}/test_faint_tiles.py::test_across_them_the_same_elements_become_zero_in_tiles_that_are_well[20.0-warning]",
+    ),
+    Bug(
+        "a gradient that is clipped less than its limit wakes nobody",
+        "delayed:Delayed._clip_finding",
+        "grave = depth > ctx.limit.clip_depth_grad_output",
+        "grave = True",
+        f"{T}/test_scenarios.py::test_a_gradient_that_is_clipped_less_than_its_limit_wakes_nobody[grad_output-2.5-warning]",
+    ),
+    Bug(
         "a level of logits is no growth",
         "families.attention_logits:AttentionLogits._is_over",
         "was <= limit.attention_logit_warning or value > GREW * was",

@@ -5,7 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from detect.healthy_run import Run
+from detect.play import play
+from detect.scenarios import Case
 from detect.single_steps import DOWN, detect, evidence, modes
+from detect.trace import healthy
 
 from fp8watch_server.incidents.explain import explain
 
@@ -40,13 +43,29 @@ def test_faint_tiles_of_an_operand_that_is_well_are_information() -> None:
 @pytest.mark.parametrize(
     ("octaves", "whole_db"),
     [(12, 34.1), (90, 20.0)],
-    ids=["tokens that are merely small", "an operand that is noisy as a whole"],
+    ids=["small-tokens", "noisy-as-a-whole"],
 )
 def test_what_else_is_lost_is_a_warning_as_ever(octaves: float, whole_db: float) -> None:
     run = Run()
     found = detect(run, faded(run, octaves=octaves, whole_db=whole_db), STEPS)
     assert modes(found) == {"chronic-quantization-noise"}
     assert {f.severity for f in found} == {"warning"}
+
+
+@pytest.mark.parametrize(("tile_db", "severity"), [(32.9, "info"), (20.0, "warning")])
+def test_across_them_the_same_elements_become_zero_in_tiles_that_are_well(tile_db: float, severity: str) -> None:
+    t = healthy(3, 120)
+    along, across = (t.mask(DOWN, "input", direction) for direction in ("rowwise", "columnwise"))
+    assert along.any()
+    assert across.any()
+    t.columns["amax_min_nonzero"][:, along] = t.columns["amax_max"][:, along] * 2.0**-90
+    for sites, db in ((along, 20.6), (across, tile_db)):
+        t.set_sqnr(sites, np.full(120, db))
+        t.columns["num_underflow"][:, sites] = t.columns["num_nonzero"][:, sites] * 6 // 10
+    t.columns["signal_energy"] = np.full(t.columns["amax_max"].shape, 1.0)
+    t.columns["noise_energy"] = np.full(t.columns["amax_max"].shape, 10**-3.4)
+    found = [f for f in play(Case([t], 0)) if f.mode == "chronic-quantization-noise"]
+    assert {f.severity for f in found} == {severity}
 
 
 def test_another_operand_that_is_noisy_is_told_before_the_faint_one() -> None:

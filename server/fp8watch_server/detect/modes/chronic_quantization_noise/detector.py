@@ -68,8 +68,8 @@ class Noise(Detector):
             noisy = self._lasting(now.sqnr_db < band, now) & ~_lags(ctx)
             flushed = forward & (now.underflow > limit.chronic_underflow) & ~_lags(ctx)
             whole_db = 10.0 * np.log10(now.column("signal_energy") / now.column("noise_energy"))
-            faint = (whole_db >= band) & (now.log2_amin < now.log2_amax - FAINT_OCTAVES)
-        self._faint = np.where(np.isnan(whole_db), self._faint, faint)
+            fades = (whole_db >= band) & (now.log2_amin < now.log2_amax - FAINT_OCTAVES)
+        self._faint = np.where(np.isnan(whole_db), self._faint, fades)
         if not ctx.clean:
             return []
         chronic = self._chronic.update(noisy, ~np.isnan(now.sqnr_db), now.step)
@@ -89,7 +89,9 @@ class Noise(Detector):
         hit = chronic | fast | rounded | drop | biased
         if not hit.any():
             return []
-        loud = hit & ~(self._faint & (chronic | fast | rounded) & ~drop & ~biased)
+        faint = self._faint.copy()
+        faint[now.table.across[self._faint & (now.table.across >= 0)]] = True  # the same elements, in tiles across
+        loud = hit & ~(faint & ~(noisy & ~self._faint) & ~drop & ~biased)
         rows = now.in_flow(loud if loud.any() else hit)
         row = int(rows[0])
         # In one step a part of the sites has an SQNR: those in alarm are counted, not those of this step.
