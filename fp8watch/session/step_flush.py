@@ -282,9 +282,8 @@ class StepFlush:
             leaves, records, before, windows = self.merge.leaving(left.step, rows, calm, in_burst=in_burst)
             ids = ids[leaves]
             self._record_windows(before, windows)
-        elif (
-            not seen.all_there
-        ):  # what was measured leaves, between samples too: then without energies, moments and depth
+        elif not seen.all_there:
+            # what was measured leaves, between samples too: then without energies, moments and depth
             leaves = rows["measured"] != 0
             records, ids = rows[leaves], ids[leaves]
         logs = {k: v for k, v in numbers.items() if k not in STEP_SCALARS and (v or not k.startswith(NONFINITE_INPUT))}

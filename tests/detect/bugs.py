@@ -193,6 +193,13 @@ MODES = [
         f"{T}/test_faint_tiles.py::test_what_else_is_lost_is_a_warning_as_ever[noisy-as-a-whole]",
     ),
     Bug(
+        "gradients of faint tokens excuse nothing",
+        "chronic_quantization_noise.detector:Noise.observe",
+        " & (now.table.role == INPUT)\n",
+        "\n",
+        f"{T}/test_faint_tiles.py::test_a_gradient_with_faint_tokens_is_excused_nothing",
+    ),
+    Bug(
         "across faint tiles those that are noisy themselves are a warning",
         "chronic_quantization_noise.detector:Noise.observe",
         " & ~(noisy & ~self._faint)",

@@ -35,7 +35,7 @@ def test_faint_tiles_of_an_operand_that_is_well_are_information() -> None:
     assert {f.severity for f in found} == {"info"}
     assert evidence(found[0])["sqnr_db"] == pytest.approx(34.1, abs=0.01)
     said = explain(found[0], run.facts)
-    assert said.title.startswith(f"Faint tiles lost to quantisation in {DOWN} input")
+    assert said.title.startswith(f"Quantisation noise beside faint tiles in {DOWN} input")
     assert "The operand as a whole is at 34.1 dB" in said.cause
     assert len(said.fix) == 1
 
@@ -66,6 +66,17 @@ def test_across_them_the_same_elements_become_zero_in_tiles_that_are_well(tile_d
     t.columns["noise_energy"] = np.full(t.columns["amax_max"].shape, 10**-3.4)
     found = [f for f in play(Case([t], 0)) if f.mode == "chronic-quantization-noise"]
     assert {f.severity for f in found} == {severity}
+
+
+def test_a_gradient_with_faint_tokens_is_excused_nothing() -> None:
+    t = healthy(3, 120)
+    gradient = t.mask(DOWN, "grad_output")
+    t.columns["amax_min_nonzero"][:, gradient] = t.columns["amax_max"][:, gradient] * 2.0**-60
+    t.set_sqnr(gradient, np.full(120, 12.0))
+    t.columns["signal_energy"] = np.full(t.columns["amax_max"].shape, 1.0)
+    t.columns["noise_energy"] = np.full(t.columns["amax_max"].shape, 10**-3.4)
+    found = [f for f in play(Case([t], 0)) if f.mode == "chronic-quantization-noise"]
+    assert {f.severity for f in found} == {"warning"}
 
 
 def test_another_operand_that_is_noisy_is_told_before_the_faint_one() -> None:

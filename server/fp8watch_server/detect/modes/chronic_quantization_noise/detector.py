@@ -11,7 +11,8 @@ Bias: noise averages out over steps, and a gain error of an input or a weight do
 that lost half of its energy, or is off by more than rounding can, is no matter of granularity: quantiser-fault.
 
 Features of distances, and others that decay without end, have tiles that are nothing beside the largest and lose all of
-that: where the operand as a whole is inside its band, this is information.
+that: of an input that has such tiles and as a whole is inside its band, this is information. Gradients of single tokens fade
+as far in any healthy training, and excuse nothing.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class Noise(Detector):
             noisy = self._lasting(now.sqnr_db < band, now) & ~_lags(ctx)
             flushed = forward & (now.underflow > limit.chronic_underflow) & ~_lags(ctx)
             whole_db = 10.0 * np.log10(now.column("signal_energy") / now.column("noise_energy"))
-            fades = (whole_db >= band) & (now.log2_amin < now.log2_amax - FAINT_OCTAVES)
+            fades = (whole_db >= band) & (now.log2_amin < now.log2_amax - FAINT_OCTAVES) & (now.table.role == INPUT)
         self._faint = np.where(np.isnan(whole_db), self._faint, fades)
         if not ctx.clean:
             return []

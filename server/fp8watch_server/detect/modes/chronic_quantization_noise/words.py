@@ -27,7 +27,7 @@ def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
     if by != "sqnr" and (share := evidence(f, "underflow_ratio")) is not None:
         said.append(f"{number(share)} of the elements become 0")
     what = " and ".join(said)
-    much = "Faint tiles lost to quantisation" if f.extra.get("faint") else "Too much quantisation noise"
+    much = "Quantisation noise beside faint tiles" if f.extra.get("faint") else "Too much quantisation noise"
     return (
         f"{much} in {site_words(s)}{': ' + said[0] if said else ''}",
         f"In most of the measured steps of {site_words(s)}{since(f)}{' ' + what if what else ' too much is lost'}. "
@@ -40,8 +40,11 @@ def _faint(f: Finding) -> str:
     if not f.extra.get("faint"):
         return ""
     db = evidence(f, "sqnr_db")
-    whole = "inside the band of its format" if db is None else f"at {number(db)} dB"
-    return f" The operand as a whole is {whole}, and it has tiles more than 2^30 times smaller than its largest."
+    whole = "was inside the band of its format when that was measured last" if db is None else f"is at {number(db)} dB"
+    return (
+        f" The operand as a whole {whole}, and it has tiles more than 2^30 times smaller than its largest. Whether all of the noise "
+        "is in those is not measured."
+    )
 
 
 def _biased(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
