@@ -14,8 +14,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-SHARE = 0.003
-"""Of the time of training that turns may take after the first steps."""
+SHARE, LEAST_SHARE = 0.003, 0.001
+"""Of the time of training that turns may take after the first steps: at most, and whatever else observing takes."""
 
 FIRST_STEPS = 16
 """Steps in which every module has its first turn."""
@@ -55,6 +55,12 @@ class Canary:
         if not self.firsts:
             return 0.0
         return self.measured if math.isfinite(self.measured) else self.share
+
+    def pace(self, share: float) -> None:
+        """Say what turns may take of the time of training from the next one on, within the bounds of it."""
+        share = min(SHARE, max(LEAST_SHARE, share))
+        if abs(share - self.share) > self.share / 4:  # neighbouring figures are noise
+            self.share, self.measured = share, math.inf
 
     def cover(self, firsts: Sequence[int], rows_each: int) -> None:
         """Say what there is; all of it has a turn in the steps that follow."""

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
+from fp8watch.observer.canary import Canary
 from fp8watch.observer.stopwatch import EXTRA, FIXED, LIGHT, SAMPLING, STEP, Event, Stopwatch, events_of
 
 if TYPE_CHECKING:
@@ -31,6 +32,8 @@ MAX_EVERY = 64
 MAX_LIGHT_EVERY = 16
 """Fewer steps than an incident stays open without being seen again."""
 
+TURNS = 0.3
+"""Of what operands and the rest leave of the budget: what the canary's turns may take."""
 LEAST = 0.25
 """Of the budget: what full statistics may cost however little is left of it."""
 OVER = 0.5
@@ -50,13 +53,14 @@ class Cost(NamedTuple):
     sampling: float  # full statistics of all sites, on top
     measuring: float = 0.0  # of a measured step, on top
     step_s: float = 0.0  # what it takes without being observed, in seconds
-    fixed: float = 0.0  # in each step, whatever is looked at; the canary's turns, by their share of the time, among it
+    fixed: float = 0.0  # in each step, whatever is looked at
+    turns: float = 0.0  # what the canary's turns may take
 
 
 def choose_light_every(cost: Cost, budget: float) -> int:
     """How often an operand is looked at at all, where no GEMM reads it quantised: a power of two, so that this takes no
     more than half of what the budget leaves, full statistics in each step included or else come on top of it."""
-    left = budget - cost.fixed
+    left = budget - cost.fixed - cost.turns
     if left > 0 and cost.light + cost.sampling <= left:
         return 1
     for every in (1, 2, 4, 8):
@@ -65,10 +69,15 @@ def choose_light_every(cost: Cost, budget: float) -> int:
     return MAX_LIGHT_EVERY
 
 
+def choose_turns(cost: Cost, budget: float, light_every: int = 1) -> float:
+    """What the canary's turns may take: they and full statistics share what each step leaves of the budget."""
+    return TURNS * (budget - cost.fixed - cost.light / light_every)
+
+
 def choose_every(cost: Cost, budget: float, light_every: int = 1) -> int:
     """How often full statistics fit into what each step leaves of the budget. Where that is little or nothing, they have a
     share of their own: a quarter of the budget, or half of what each step takes beyond it."""
-    each = cost.fixed + cost.light / light_every
+    each = cost.fixed + cost.turns + cost.light / light_every
     share = max(budget - each, LEAST * budget, OVER * (each - budget), 1e-9)
     return min(MAX_EVERY, max(1, math.ceil(cost.sampling / share - 1e-9)))
 
@@ -100,6 +109,7 @@ class Overhead:
         self._apart = AGAIN_STEPS  # steps from one measured step to the next
         self._event: Callable[[], Event] | None = None
         self._measurable: bool | None = None
+        self._canary = Canary()
 
     @property
     def ratio(self) -> float | None:
@@ -109,7 +119,7 @@ class Overhead:
             return None
         cost = self._median()
         light = cost.light / self.light_every
-        return cost.fixed + light + cost.sampling / self.every + cost.measuring / self._apart
+        return cost.fixed + self._canary.taken + light + cost.sampling / self.every + cost.measuring / self._apart
 
     def begin_step(self, plan: ObservationPlan, num_closed: int) -> None:
         """Time the step that begins after so many closed ones, if its turn has come and it is observed."""
@@ -151,18 +161,22 @@ class Overhead:
                 return
             self._waiting.popleft()
             if seconds is not None:
-                self._judge(seconds, recorder, plan.canary.taken)
+                self._canary = plan.canary
+                self._judge(seconds, recorder)
         self.measuring = False
 
-    def _judge(self, seconds: dict[str, float], recorder: Recorder, canary: float) -> None:
+    def _judge(self, seconds: dict[str, float], recorder: Recorder) -> None:
         light, fixed, sampling = (max(seconds[name], 0.0) for name in (LIGHT, FIXED, SAMPLING))
         bare = max(seconds[STEP] - light - fixed - sampling - seconds[EXTRA], 1e-9)
         extra = max(seconds[EXTRA], 0.0)
-        self._costs.append(Cost(light / bare, sampling / bare, extra / bare, bare, fixed / bare + canary))
+        self._costs.append(Cost(light / bare, sampling / bare, extra / bare, bare, fixed / bare))
         if self._budget is not None and len(self._costs) == self._costs.maxlen:
+            cost, canary = self._median(), self._canary
             if self._in_turns:
-                self.light_every = choose_light_every(self._median(), self._budget)
-            every = max(self._asked, choose_every(self._median(), self._budget, self.light_every))
+                self.light_every = choose_light_every(cost, self._budget)
+            canary.pace(choose_turns(cost, self._budget, self.light_every))
+            cost = cost._replace(turns=canary.share if canary.firsts else 0.0)
+            every = max(self._asked, choose_every(cost, self._budget, self.light_every))
             every = self.light_every * math.ceil(every / self.light_every)
             if abs(every - self.every) > self.every // 4:  # neighbouring figures are noise
                 self.every = every

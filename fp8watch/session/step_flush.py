@@ -12,6 +12,7 @@ Where training ends (an exception, SIGTERM, exit, detach) everything is handed o
 
 from __future__ import annotations
 
+import struct
 import time
 import weakref
 from collections import deque
@@ -302,14 +303,17 @@ class StepFlush:
         self.maps.capture(left.step, left.sample, rows, left.tiles, seen, suspects, followed)
 
 
+_HEADER = struct.Struct(f"<qBBd{len(STEP_SCALARS)}d")  # as STEP; numpy takes as long for each of its fields
+_SCALARS = [(name, int(bit)) for name, bit in STEP_SCALARS.items()]
+
+
 def _header(left: PendingStep, numbers: Mapping[str, float]) -> np.ndarray[Any, Any]:
-    header = np.zeros((), dtype=STEP)
-    header["step"], header["status"], header["time"] = left.step, int(left.status), left.time
-    for name, bit in STEP_SCALARS.items():
+    present, values = 0, [0.0] * len(_SCALARS)
+    for at, (name, bit) in enumerate(_SCALARS):
         if name in numbers:
-            header[name] = numbers[name]
-            header["present"] |= int(bit)
-    return header
+            values[at] = numbers[name]
+            present |= bit
+    return np.frombuffer(_HEADER.pack(left.step, left.status, present, left.time, *values), dtype=STEP).reshape(())
 
 
 def step_flush(

@@ -47,10 +47,8 @@ class StepTiles:
 
     def last_calls(self) -> StepTiles:
         """What is left of it where only the last call of each row stays."""
-        if self._held is None and len({row for rows, *_ in self._calls for row in rows}) == sum(
-            len(call[0]) for call in self._calls
-        ):
-            return self
+        if self._held is None and len({call[0] for call in self._calls}) == len(self._calls):
+            return self  # calls of a row come with the same rows beside it
         last = {row: calls[-1:] for row, calls in self.by_row.items()}
         return StepTiles((), sum(calls[0][1].num_bytes for calls in last.values()), last)
 

@@ -13,7 +13,7 @@ import torch
 from fp8watch.kernels import cpu
 from fp8watch.numerics.tile_stats import HEAVY
 from fp8watch.observer import calibration, observation_plan
-from fp8watch.observer.canary import Canary
+from fp8watch.observer.canary import LEAST_SHARE, SHARE, Canary
 from fp8watch.observer.stopwatch import EXTRA, LIGHT, SAMPLING, STEP, Stopwatch, events_of
 from fp8watch.session.overhead_budget import (
     AGAIN_STEPS,
@@ -24,6 +24,7 @@ from fp8watch.session.overhead_budget import (
     Overhead,
     choose_every,
     choose_light_every,
+    choose_turns,
 )
 
 
@@ -89,11 +90,28 @@ def test_turns_of_the_canary_are_part_of_the_budget() -> None:
     run = Run(every=1, budget=0.01)
     run.plan.canary.cover([0, 5], 5)
     run.steps(20, light=0.003, sampling=0.04)
-    assert run.overhead.every == 10, "0.01 less 0.003 for operands and 0.003 for turns"
-    assert run.overhead.ratio == pytest.approx(0.003 + 0.003 + 0.04 / 10)
+    assert run.plan.canary.share == pytest.approx(0.0021), "three tenths of what is left"
+    assert run.overhead.every == 9, "0.01 less 0.003 for operands and 0.0021 for turns"
+    assert run.overhead.ratio == pytest.approx(0.003 + 0.0021 + 0.04 / 9)
     alone = Run(every=1, budget=0.01)
     alone.steps(20, light=0.003, sampling=0.04)
     assert alone.overhead.every == 6
+
+
+@pytest.mark.parametrize(
+    ("light", "fixed", "budget", "share"),
+    [
+        (0.0, 0.0, 0.01, SHARE),
+        (0.0, 0.0, 0.05, SHARE),  # more would find nothing sooner that matters
+        (0.003, 0.002, 0.01, 0.0015),
+        (0.005, 0.003, 0.01, LEAST_SHARE),
+        (0.2, 0.1, 0.01, LEAST_SHARE),  # whatever the rest takes
+    ],
+)
+def test_turns_come_as_often_as_the_rest_leaves_of_the_budget(light, fixed, budget, share) -> None:
+    canary = Canary()
+    canary.pace(choose_turns(Cost(light, 0.1, fixed=fixed), budget))
+    assert canary.share == pytest.approx(share)
 
 
 def test_the_median_of_several_spread_steps_decides() -> None:

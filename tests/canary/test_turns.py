@@ -8,7 +8,7 @@ from canary.conftest import Small
 from torch import nn
 from torch._dynamo.backends.debugging import aot_eager
 
-from fp8watch.observer.canary import FIRST_STEPS, SHARE, Canary
+from fp8watch.observer.canary import FIRST_STEPS, LEAST_SHARE, SHARE, Canary
 from fp8watch_agent.record import Measured
 
 
@@ -67,6 +67,17 @@ def test_what_they_take_is_told_for_the_budget(clock):
     canary.follow(40)
     turns(canary, 4, clock, cost_s=50.0)
     assert canary.taken <= SHARE
+
+
+def test_their_pace_is_told_within_bounds_and_neighbouring_figures_change_nothing(clock):
+    canary = Canary()
+    canary.cover([5 * i for i in range(4)], 5)
+    for told, share in ((1.0, SHARE), (-1.0, LEAST_SHARE), (0.0011, LEAST_SHARE), (0.002, 0.002), (0.0017, 0.002)):
+        canary.pace(told)
+        assert canary.share == canary.taken == share
+    turns(canary, 4, clock)
+    later = [turn[0] for turn in turns(canary, 400, clock, cost_s=0.006) if turn]
+    assert 0.4 * 0.002 < len(later) * 0.006 / 400 <= 0.0021
 
 
 def test_what_happens_gives_each_a_turn_again(clock):

@@ -70,14 +70,14 @@ INLINE void NAME(prefetch_far)(const T *x, int64_t ahead) {
 /* One row of n columns, a multiple of BLOCK, each with its own scale. */
 INLINE void NAME(column_codes)(const T *x, int64_t n, uint8_t *out, const struct NAME(scales) *w,
                                const struct rounding *r, int exact, int stream, int64_t ahead) {
-    vb zero = splat_b(0);
+    struct smallest smallest = smallest_of_none();
     for (int64_t i = 0; i < n; i += BLOCK) {
         vf s[4];
         const vs lowest[2] = {load_s(w->least + i), load_s(w->least + i + 2 * VL)};
         const vs offset[2] = {load_s(w->offset + i), load_s(w->offset + i + 2 * VL)};
         for (int k = 0; k < 4; k++) s[k] = load_f(w->scale + i + k * VL);
         if (ahead) NAME(prefetch_far)(x + i, ahead);
-        vb codes = NAME(exact_codes)(x + i, s, r, &w->rounding, lowest, offset, exact, 1, &zero);
+        vb codes = NAME(exact_codes)(x + i, s, r, &w->rounding, lowest, offset, exact, 1, &smallest);
         if (stream) stream_b(out + i, codes);
         else store_b(out + i, codes);
     }
@@ -85,7 +85,7 @@ INLINE void NAME(column_codes)(const T *x, int64_t n, uint8_t *out, const struct
 
 INLINE void NAME(column_values)(const T *x, int64_t n, float *out, const struct NAME(scales) *w,
                                 const struct rounding *r, int exact, int stream, int64_t ahead) {
-    vb zero = splat_b(0);
+    struct smallest smallest = smallest_of_none();
     for (int64_t i = 0; i < n; i += BLOCK) {
         vf s[4], q[4], v[4];
         const vs lowest[2] = {load_s(w->least + i), load_s(w->least + i + 2 * VL)};
@@ -94,7 +94,7 @@ INLINE void NAME(column_values)(const T *x, int64_t n, float *out, const struct 
             q[k] = load_f(w->scale_inv + i + k * VL);
         }
         if (ahead) NAME(prefetch_far)(x + i, ahead);
-        NAME(exact_values)(x + i, s, q, r, &w->rounding, lowest, exact, 1, v, &zero);
+        NAME(exact_values)(x + i, s, q, r, &w->rounding, lowest, exact, 1, v, &smallest);
         for (int k = 0; k < 4; k++)
             if (stream) stream_b((uint8_t *)(out + i + k * VL), (vb)v[k]);
             else store_f(out + i + k * VL, v[k]);

@@ -126,15 +126,24 @@ static void fold_group(const struct job *job, struct fold *f, const struct tile 
             row->amax_max = amax;
             f->worst = place;
         }
-    /* alike, side by side, and all of them as most tiles are: written at once */
-    if (!g->some_vanished && job->mark_bytes == 1 && tiles[GROUP - 1].i * Kt + tiles[GROUP - 1].j == first + GROUP - 1 &&
-        job->K % job->bk == 0) {
+    /* side by side, as most are: written at once, bytes of a mark from the lowest on */
+    if (job->mark_bytes == 1 && tiles[GROUP - 1].i * Kt + tiles[GROUP - 1].j == first + GROUP - 1) {
         uint64_t mark[GROUP];
-        for (int k = 0; k < GROUP; k++) mark[k] = (uint64_t)each;
+        int64_t elements = GROUP * each, nonzero = elements, underflow = 0;
+        if (!g->some_vanished && job->K % job->bk == 0) { /* and alike */
+            for (int k = 0; k < GROUP; k++) mark[k] = (uint64_t)each;
+        } else {
+            elements = nonzero = 0;
+            for (int k = 0; k < GROUP; k++) {
+                const struct tile *t = tiles + k;
+                const uint64_t flags = t->underflow ? UNDERFLOW_FLAG : 0;
+                mark[k] = (uint64_t)t->nonzero | (uint64_t)t->underflow << 16 | flags << 40;
+                nonzero += t->nonzero, underflow += t->underflow, elements += t->rows * t->columns;
+            }
+        }
         memcpy((uint8_t *)job->marks + first * 8, mark, sizeof mark);
         memcpy(job->amax + first, g->amax, sizeof g->amax);
-        row->num_elements += GROUP * each;
-        row->num_nonzero += GROUP * each;
+        row->num_elements += elements, row->num_nonzero += nonzero, row->num_underflow += underflow;
         return;
     }
     for (int k = 0; k < GROUP; k++) {

@@ -38,7 +38,7 @@ INLINE int NAME(run_full_as)(const T *x, int64_t n, void *out, const struct tile
     const vi peak = splat_i(bits_of(exact ? tile->amax * tile->scale : tile->amax));
     struct NAME(sums) sum[LANE_VECTORS];
     struct depth depth = depth_take(f);
-    vb zero = splat_b(0);
+    struct smallest smallest = smallest_of_none();
     for (int v = 0; v < LANE_VECTORS; v++) {
         sum[v].signal = fresh ? splat_f(0) : load_f(lanes[0] + v * VL);
         sum[v].noise = fresh ? splat_f(0) : load_f(lanes[1] + v * VL);
@@ -63,14 +63,14 @@ INLINE int NAME(run_full_as)(const T *x, int64_t n, void *out, const struct tile
         }
         depth_count(f, &depth, d);
         if (kind == CODES) {
-            vb codes = codes_of(t, v, r, &zero);
+            vb codes = codes_of(t, v, r, &smallest);
             if (!whole) memcpy((uint8_t *)out + i, &codes, (size_t)(n - i));
             else if (stream) stream_b((uint8_t *)out + i, codes);
             else store_b((uint8_t *)out + i, codes);
         }
         if (kind == VALUES) {
             const vf ss[4] = {s, s, s, s}, qq[4] = {q, q, q, q};
-            NAME(block_values)(p, ss, qq, r, !exact, value, &zero);
+            NAME(block_values)(p, ss, qq, r, !exact, value, &smallest);
             if (!whole) memcpy((float *)out + i, value, (size_t)(n - i) * 4);
             for (int k = 0; k < 4 && whole; k++)
                 if (stream) stream_b((uint8_t *)((float *)out + i + k * VL), (vb)value[k]);
@@ -84,7 +84,7 @@ INLINE int NAME(run_full_as)(const T *x, int64_t n, void *out, const struct tile
         store_f(lanes[3] + v * VL, sum[v].shortfall);
     }
     depth_put(f, &depth);
-    return any_b(zero);
+    return any_zero(&smallest);
 }
 
 static __attribute__((noinline)) int NAME(run_full)(const T *x, int64_t n, void *out, const struct tile *t, float unit,

@@ -155,22 +155,23 @@ INLINE int NAME(some_subnormal)(const vs x[2], const vs least[2]) {
 }
 #endif
 
-INLINE vb NAME(block_codes)(const T *x, const vf s[4], const struct rounding *r, int clip, vb *zero) {
+INLINE vb NAME(block_codes)(const T *x, const vf s[4], const struct rounding *r, int clip,
+                            struct smallest *smallest) {
     vf t[4], power;
     vi v[4];
     for (int k = 0; k < 4; k++) {
         v[k] = (vi)LOAD(x + k * VL);
         t[k] = lifted(v[k] & ABS_MASK, s[k], r, clip, &power);
     }
-    return codes_of(t, v, r, zero);
+    return codes_of(t, v, r, smallest);
 }
 
 INLINE void NAME(block_values)(const T *x, const vf s[4], const vf s_inv[4], const struct rounding *r, int clip,
-                               vf out[4], vb *zero) {
+                               vf out[4], struct smallest *smallest) {
     for (int k = 0; k < 4; k++) {
         vi v = (vi)LOAD(x + k * VL);
         vf power, t = lifted(v & ABS_MASK, s[k], r, clip, &power), grid = lowered(t, power, r);
-        *zero |= (vb)((vi)grid == 0);
+        smallest->words = min_i(smallest->words, (vi)grid);
         out[k] = (vf)((vi)(grid * s_inv[k]) | (v & ~(vi)splat_i(ABS_MASK)));
     }
 }
@@ -178,31 +179,32 @@ INLINE void NAME(block_values)(const T *x, const vf s[4], const vf s_inv[4], con
 /* The same; `exact`: nothing is clipped and the scales are powers of two, whose rounding is `q`, and for each element
  * `least` and `offset`. */
 INLINE vb NAME(exact_codes)(const T *x, const vf s[4], const struct rounding *r, const struct short_rounding *q,
-                            const vs least[2], const vs offset[2], int exact, int clip, vb *zero) {
+                            const vs least[2], const vs offset[2], int exact, int clip,
+                            struct smallest *smallest) {
 #if IS_BF16
     if (exact) {
         const vs v[2] = {load_s(x), load_s(x + 2 * VL)};
-        if (likely(!NAME(some_subnormal)(v, least))) return short_codes(v, offset, q, zero);
+        if (likely(!NAME(some_subnormal)(v, least))) return short_codes(v, offset, q, smallest);
     }
 #endif
-    return NAME(block_codes)(x, s, r, clip, zero);
+    return NAME(block_codes)(x, s, r, clip, smallest);
 }
 
 INLINE void NAME(exact_values)(const T *x, const vf s[4], const vf s_inv[4], const struct rounding *r,
                                const struct short_rounding *q, const vs least[2], int exact, int clip, vf out[4],
-                               vb *zero) {
+                               struct smallest *smallest) {
 #if IS_BF16
     if (exact) {
         const vs v[2] = {load_s(x), load_s(x + 2 * VL)};
         if (likely(!NAME(some_subnormal)(v, least))) {
-            *zero |= (vb)((v[0] & splat_s(0x7FFF)) == 0) | (vb)((v[1] & splat_s(0x7FFF)) == 0);
+            for (int k = 0; k < 2; k++) smallest->halves = min_s(smallest->halves, v[k] & splat_s(0x7FFF));
             short_values(v[0], q, out);
             short_values(v[1], q, out + 2);
             return;
         }
     }
 #endif
-    NAME(block_values)(x, s, s_inv, r, clip, out, zero);
+    NAME(block_values)(x, s, s_inv, r, clip, out, smallest);
 }
 
 /* Codes of a run; returns whether one of them may be 0. `exact` as in exact_codes. */
@@ -211,26 +213,26 @@ INLINE int NAME(run_codes)(const T *x, int64_t n, uint8_t *out, float scale, con
     const struct short_rounding q = short_rounding_of(r->format, exact ? scale : 1);
     const vs least[2] = {splat_s(q.least), splat_s(q.least)}, offset[2] = {splat_s(q.offset), splat_s(q.offset)};
     const vf s = splat_f(scale), ss[4] = {s, s, s, s};
-    vb zero = splat_b(0);
+    struct smallest smallest = smallest_of_none();
     int64_t i = 0;
     if (stream)
         for (; i + BLOCK <= n; i += BLOCK) {
             NAME(prefetch)(x + i, ahead);
-            stream_b(out + i, NAME(exact_codes)(x + i, ss, r, &q, least, offset, exact, clip, &zero));
+            stream_b(out + i, NAME(exact_codes)(x + i, ss, r, &q, least, offset, exact, clip, &smallest));
         }
     else
         for (; i + BLOCK <= n; i += BLOCK) {
             NAME(prefetch)(x + i, ahead);
-            store_b(out + i, NAME(exact_codes)(x + i, ss, r, &q, least, offset, exact, clip, &zero));
+            store_b(out + i, NAME(exact_codes)(x + i, ss, r, &q, least, offset, exact, clip, &smallest));
         }
     if (i < n) {
         T rest[BLOCK];
         vb c;
         NAME(pad)(x + i, n - i, rest);
-        c = NAME(block_codes)(rest, ss, r, clip, &zero);
+        c = NAME(block_codes)(rest, ss, r, clip, &smallest);
         memcpy(out + i, &c, (size_t)(n - i));
     }
-    return any_b(zero);
+    return any_zero(&smallest);
 }
 
 /* Dequantised values of a run; returns whether one of its codes may be 0. */
@@ -240,11 +242,11 @@ INLINE int NAME(run_values)(const T *x, int64_t n, float *out, float scale, floa
     const vs least[2] = {splat_s(q.least), splat_s(q.least)};
     const vf s = splat_f(scale), p = splat_f(scale_inv), ss[4] = {s, s, s, s}, pp[4] = {p, p, p, p};
     vf v[4];
-    vb zero = splat_b(0);
+    struct smallest smallest = smallest_of_none();
     int64_t i = 0;
     for (; i + BLOCK <= n; i += BLOCK) {
         NAME(prefetch)(x + i, ahead);
-        NAME(exact_values)(x + i, ss, pp, r, &q, least, exact, clip, v, &zero);
+        NAME(exact_values)(x + i, ss, pp, r, &q, least, exact, clip, v, &smallest);
         for (int k = 0; k < 4; k++)
             if (stream) stream_b((uint8_t *)(out + i + k * VL), (vb)v[k]);
             else store_f(out + i + k * VL, v[k]);
@@ -252,10 +254,10 @@ INLINE int NAME(run_values)(const T *x, int64_t n, float *out, float scale, floa
     if (i < n) {
         T rest[BLOCK];
         NAME(pad)(x + i, n - i, rest);
-        NAME(block_values)(rest, ss, pp, r, clip, v, &zero);
+        NAME(block_values)(rest, ss, pp, r, clip, v, &smallest);
         memcpy(out + i, v, (size_t)(n - i) * 4);
     }
-    return any_b(zero);
+    return any_zero(&smallest);
 }
 
 /* Exact zeros, vanished and clipped products of a run of finite elements, added to `to`. */

@@ -57,8 +57,16 @@ INLINE vf lifted(vi magnitude, vf scale, const struct rounding *r, int clip, vf 
 /* The value on the format's grid that a lifted product stands for. */
 INLINE vf lowered(vf t, vf power, const struct rounding *r) { return mul_add(power, r->minus_lift, t); }
 
-/* Codes of four vectors: lifted products, and the elements for their signs. Marks zero codes in *zero. */
-INLINE vb codes_of(const vf t[4], const vi x[4], const struct rounding *r, vb *zero) {
+/* The smallest of what came out of a run, lane by lane, as bytes, words and halves that are not negative: whether any of it
+ * is 0 is asked once, at its end. */
+struct smallest { vb bytes; vi words; vs halves; };
+INLINE struct smallest smallest_of_none(void) { return (struct smallest){splat_b(0xFF), splat_i(ABS_MASK), splat_s(0x7FFF)}; }
+INLINE int any_zero(const struct smallest *s) {
+    return any_b((vb)(s->bytes == 0) | (vb)(s->words == 0) | (vb)(s->halves == 0));
+}
+
+/* Codes of four vectors: lifted products, and the elements for their signs. */
+INLINE vb codes_of(const vf t[4], const vi x[4], const struct rounding *r, struct smallest *least) {
 #if AVX2_WIDTH
     /* bits of t: exponent << 23 | n with n ≤ 16; 2^(7−m)·n + (exponent << 7) is the code, shifted and offset */
     const int up = 7 - r->mantissa_bits;
@@ -70,7 +78,7 @@ INLINE vb codes_of(const vf t[4], const vi x[4], const struct rounding *r, vb *z
     a = _mm256_srl_epi16(_mm256_sub_epi16(a, offset), down);
     b = _mm256_srl_epi16(_mm256_sub_epi16(b, offset), down);
     __m256i code = _mm256_packus_epi16(a, b);
-    *zero |= (vb)_mm256_cmpeq_epi8(code, _mm256_setzero_si256());
+    least->bytes = min_b(least->bytes, (vb)code);
     /* saturating packs keep the sign bit */
     __m256i s = _mm256_packs_epi16(_mm256_packs_epi32((__m256i)x[0], (__m256i)x[1]),
                                    _mm256_packs_epi32((__m256i)x[2], (__m256i)x[3]));
@@ -87,21 +95,19 @@ INLINE vb codes_of(const vf t[4], const vi x[4], const struct rounding *r, vb *z
     a = _mm512_srl_epi16(_mm512_sub_epi16(a, offset), down);
     b = _mm512_srl_epi16(_mm512_sub_epi16(b, offset), down);
     __m512i code = _mm512_packus_epi16(a, b);
-    const __m512i all = _mm512_set1_epi8(-1);
-    *zero = (vb)_mm512_mask_mov_epi8((__m512i)*zero, _mm512_cmpeq_epi8_mask(code, _mm512_setzero_si512()), all);
+    least->bytes = min_b(least->bytes, (vb)code);
     __m512i s = _mm512_packs_epi16(_mm512_packs_epi32((__m512i)x[0], (__m512i)x[1]),
                                    _mm512_packs_epi32((__m512i)x[2], (__m512i)x[3]));
     code = _mm512_or_si512(code, _mm512_and_si512(s, _mm512_set1_epi8((char)0x80)));
     return (vb)_mm512_permutexvar_epi32(LANES_IN_ORDER, code);
 #else
-    vi c[4], none = splat_i(0);
+    vi c[4];
     for (int i = 0; i < 4; i++) {
         vi bits = (vi)t[i];
         c[i] = (bits >> (23 - r->mantissa_bits)) + (bits & 0xFF) - r->code_offset;
-        none |= c[i] == 0;
+        least->words = min_i(least->words, c[i]);
         c[i] |= (vi)((vu)x[i] >> 24) & 0x80;
     }
-    *zero |= (vb)none;
     return pack_bytes(c[0], c[1], c[2], c[3]);
 #endif
 }
@@ -144,20 +150,19 @@ INLINE vs short_even(vs magnitude, const struct short_rounding *r) {
     return add_s(magnitude, shift_down(magnitude, r->drop) & splat_s(1));
 }
 
-/* Codes of two vectors of bfloat16; marks zero codes in *zero. Negative codes are those of 0. */
-INLINE vb short_codes(const vs x[2], const vs offset[2], const struct short_rounding *r, vb *zero) {
+/* Codes of two vectors of bfloat16. Negative codes are those of 0. */
+INLINE vb short_codes(const vs x[2], const vs offset[2], const struct short_rounding *r, struct smallest *least) {
     vs c[2];
     for (int k = 0; k < 2; k++) c[k] = shift_down(add_s(short_even(x[k] & splat_s(0x7FFF), r), offset[k]), r->drop);
 #if AVX2_WIDTH
     __m256i code = _mm256_packus_epi16((__m256i)c[0], (__m256i)c[1]);
-    *zero |= (vb)_mm256_cmpeq_epi8(code, _mm256_setzero_si256());
+    least->bytes = min_b(least->bytes, (vb)code);
     __m256i s = _mm256_packs_epi16((__m256i)x[0], (__m256i)x[1]); /* saturating packs keep the sign bit */
     code = _mm256_or_si256(code, _mm256_and_si256(s, _mm256_set1_epi8((char)0x80)));
     return (vb)_mm256_permute4x64_epi64(code, 0xD8);
 #elif AVX512_WIDTH
     __m512i code = _mm512_packus_epi16((__m512i)c[0], (__m512i)c[1]);
-    const __mmask64 none = _mm512_cmpeq_epi8_mask(code, _mm512_setzero_si512());
-    *zero = (vb)_mm512_mask_mov_epi8((__m512i)*zero, none, _mm512_set1_epi8(-1));
+    least->bytes = min_b(least->bytes, (vb)code);
     __m512i s = _mm512_packs_epi16((__m512i)x[0], (__m512i)x[1]);
     code = _mm512_or_si512(code, _mm512_and_si512(s, _mm512_set1_epi8((char)0x80)));
     return (vb)_mm512_permutexvar_epi64(_mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7), code);
@@ -165,7 +170,7 @@ INLINE vb short_codes(const vs x[2], const vs offset[2], const struct short_roun
     union { vb all; vhb part[2]; } u;
     for (int k = 0; k < 2; k++) {
         vs code = c[k] & ~(c[k] < 0);
-        *zero |= (vb)(code == 0);
+        least->halves = min_s(least->halves, code);
         code |= (vs)((vw)x[k] >> 8) & 0x80;
         u.part[k] = __builtin_convertvector((vw)code, vhb);
     }

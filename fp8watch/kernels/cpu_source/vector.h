@@ -59,7 +59,9 @@ INLINE void store_i(int32_t *p, vi v) { memcpy(p, &v, sizeof v); }
 INLINE void store_b(uint8_t *p, vb v) { memcpy(p, &v, sizeof v); }
 
 INLINE vi max_i(vi a, vi b) {
-#if AVX2_WIDTH
+#if VB == 16 && defined(__SSE4_1__)
+    return (vi)_mm_max_epi32((__m128i)a, (__m128i)b);
+#elif AVX2_WIDTH
     return (vi)_mm256_max_epi32((__m256i)a, (__m256i)b);
 #elif AVX512_WIDTH
     return (vi)_mm512_max_epi32((__m512i)a, (__m512i)b);
@@ -70,7 +72,9 @@ INLINE vi max_i(vi a, vi b) {
 }
 
 INLINE vi min_i(vi a, vi b) {
-#if AVX2_WIDTH
+#if VB == 16 && defined(__SSE4_1__)
+    return (vi)_mm_min_epi32((__m128i)a, (__m128i)b);
+#elif AVX2_WIDTH
     return (vi)_mm256_min_epi32((__m256i)a, (__m256i)b);
 #elif AVX512_WIDTH
     return (vi)_mm512_min_epi32((__m512i)a, (__m512i)b);
@@ -153,6 +157,19 @@ INLINE vs min_s(vs a, vs b) {
     return (vs)_mm512_min_epi16((__m512i)a, (__m512i)b);
 #else
     vs m = a < b;
+    return (a & m) | (b & ~m);
+#endif
+}
+
+INLINE vb min_b(vb a, vb b) {
+#if AVX2_WIDTH
+    return (vb)_mm256_min_epu8((__m256i)a, (__m256i)b);
+#elif AVX512_WIDTH
+    return (vb)_mm512_min_epu8((__m512i)a, (__m512i)b);
+#elif VB == 16 && defined(__SSE2__)
+    return (vb)_mm_min_epu8((__m128i)a, (__m128i)b);
+#else
+    vb m = (vb)(a < b);
     return (a & m) | (b & ~m);
 #endif
 }
