@@ -21,9 +21,14 @@ if TYPE_CHECKING:
 FIRST_STEPS = (3, 5, 7, 9, 11)
 """Steps that are measured before anything is decided; one alone is at the mercy of what else the machine does."""
 
+SETTLED_STEPS = (24, 36, 48, 60, 72)
+"""Measured next: early steps cost more, by a quarter on one machine, and what they say would count for thousands."""
+
 AGAIN_STEPS = 100
-"""After that at first each so many steps one is measured, and the last `len(FIRST_STEPS)` count. In a measured step
+"""After these at first each so many steps one is measured, and the last `len(FIRST_STEPS)` count. In a measured step
 operands are quantised several times: where that takes much, the next is further away."""
+
+EARLY_STEPS = FIRST_STEPS + SETTLED_STEPS
 
 MEASURING_SHARE = 0.05
 """Of the budget: what measuring may take."""
@@ -135,8 +140,8 @@ class Overhead:
             self.next_measured = math.inf
             return
         self._num_begun += 1
-        if self._num_begun < len(FIRST_STEPS):
-            self.next_measured = FIRST_STEPS[self._num_begun]
+        if self._num_begun < len(EARLY_STEPS):
+            self.next_measured = EARLY_STEPS[self._num_begun]
         else:
             self.next_measured = num_closed + self._next_apart()
         self.measuring = True
@@ -144,7 +149,7 @@ class Overhead:
 
     def _next_apart(self) -> int:
         """Further away from time to time, until measuring takes no more than its share of the budget."""
-        if self._num_begun > len(FIRST_STEPS) and self._costs and self._budget is not None:
+        if self._num_begun > len(EARLY_STEPS) and self._costs and self._budget is not None:
             needed = math.ceil(self._median().measuring / max(MEASURING_SHARE * self._budget, 1e-9))
             self._apart = max(AGAIN_STEPS, min(2 * self._apart, needed))
         return self._apart

@@ -25,15 +25,18 @@ from fp8watch.session.event_follow import (
     Follow,
 )
 from fp8watch.session.jumps import Band, Bands, RowJumps, ScalarJumps
-from fp8watch.session.overhead_budget import FIRST_STEPS
+from fp8watch.session.overhead_budget import EARLY_STEPS
 from fp8watch.session.row_glance import glance
 from fp8watch.sketch.tile_cache import HISTORY_STEPS
 from fp8watch_agent.record import QUANTISER_FAULTS, Measured, empty_rows, holds
 
 SPREADS = np.repeat([0.01, 0.12, 0.9], 20)  # octaves from step to step: weights, inputs, gradients
 WARM = 30
-SHOWN = [0, *FIRST_STEPS]
-"""Steps with full statistics of all in a run in which nothing happens: the first, and those that are measured."""
+
+
+def shown(steps, *more):
+    """Steps with full statistics of all sites: the first, those that are measured, and these."""
+    return sorted({step for step in (0, *EARLY_STEPS) if step < steps} | set(more))
 
 
 def healthy(num_steps, seed=0):
@@ -261,7 +264,7 @@ def full_turns(watch, steps):
 
 def test_full_statistics_and_maps_follow_a_jump(attach, mlp):
     watch = attach(mlp, every=64, hash_every=0)
-    at = 40
+    at = EARLY_STEPS[-1] + 8
 
     def outlier(step, x):
         if step == at:
@@ -270,7 +273,7 @@ def test_full_statistics_and_maps_follow_a_jump(attach, mlp):
 
     train(watch, mlp, at + BURST_STEPS + 8, outlier)
     assert not watch.guard.errors
-    assert full_steps(watch) == [*SHOWN, *range(at + 1, at + 1 + WHOLE_STEPS)]
+    assert full_steps(watch) == shown(at + BURST_STEPS + 8, *range(at + 1, at + 1 + WHOLE_STEPS))
     behind = range(at + 1 + WHOLE_STEPS, at + 1 + BURST_STEPS)
     turns = full_turns(watch, behind)
     by_id = {s.id: (s.module, s.operand, s.direction) for s in watch._recorder.sites}
@@ -317,14 +320,14 @@ def test_sites_that_are_only_observed_have_their_turns_in_a_burst_as_soon(attach
 def test_a_jump_of_a_loss_that_comes_late_is_followed_from_where_it_is_known(attach, mlp):
     watch, at = attach(mlp, every=64), 30
     train(watch, mlp, 60, grad_norm=lambda step: torch.tensor(50.0 if step == at else 1.0 + 0.1 * (step % 3)))
-    assert full_steps(watch) == [*SHOWN, *range(at + 1, at + 1 + WHOLE_STEPS)]
+    assert full_steps(watch) == shown(60, *range(at + 1, at + 1 + WHOLE_STEPS))
     assert {m.step for m in watch._recorder.maps} >= {at, at + 1, at + BURST_STEPS}
 
 
 def test_healthy_steps_are_followed_by_nothing(attach, mlp):
     watch = attach(mlp, every=64)
     train(watch, mlp, 100)
-    assert full_steps(watch) == SHOWN
+    assert full_steps(watch) == shown(100)
     assert not watch._recorder.maps
 
 
@@ -337,7 +340,7 @@ def test_full_statistics_follow_a_break_once(attach, mlp):
         return x
 
     train(watch, mlp, 60, inf)
-    assert full_steps(watch) == [*SHOWN, *range(21, 21 + BURST_STEPS)]
+    assert full_steps(watch) == shown(60, *range(21, 21 + BURST_STEPS))
 
 
 def test_the_maps_of_a_jump_stay_within_their_bytes(attach, mlp, monkeypatch):
@@ -351,7 +354,7 @@ def test_the_maps_of_a_jump_stay_within_their_bytes(attach, mlp, monkeypatch):
 def test_a_window_is_not_left_for_a_jump(attach, mlp):
     watch = attach(mlp, every=64, windows=[(0, 33)])
     train(watch, mlp, 40, lambda step, x: x * 3000 if step == 30 else x)
-    assert full_steps(watch) == [*SHOWN, 31, 32]
+    assert full_steps(watch) == shown(33, 31, 32)
 
 
 def test_looking_for_jumps_fails_without_harm(attach, mlp, monkeypatch):

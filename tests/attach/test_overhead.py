@@ -17,6 +17,7 @@ from fp8watch.observer.canary import LEAST_SHARE, SHARE, Canary
 from fp8watch.observer.stopwatch import EXTRA, LIGHT, SAMPLING, STEP, Stopwatch, events_of
 from fp8watch.session.overhead_budget import (
     AGAIN_STEPS,
+    EARLY_STEPS,
     FIRST_STEPS,
     MAX_EVERY,
     MAX_LIGHT_EVERY,
@@ -122,7 +123,8 @@ def test_the_median_of_several_spread_steps_decides() -> None:
     run.steps(1, 5.0, 9.0)
     assert run.overhead.every == 1
     run.steps(20, 0.001, 0.01)
-    assert run.measured[: len(FIRST_STEPS)] == list(FIRST_STEPS)
+    run.steps(80, 0.001, 0.01)
+    assert run.measured[: len(EARLY_STEPS)] == list(EARLY_STEPS)
     assert all(b - a > 1 for a, b in zip(run.measured, run.measured[1:], strict=False))
     assert run.overhead.every == 1
     assert run.said == []
@@ -194,7 +196,7 @@ def test_measuring_counts_and_comes_less_often_where_it_takes_much() -> None:
     run.steps(12, 0.001, 0.001)
     assert run.overhead.ratio == pytest.approx(0.002 + 0.8 / AGAIN_STEPS)
     run.steps(4000, 0.001, 0.001)
-    apart = np.diff(run.measured[len(FIRST_STEPS) :]).tolist()
+    apart = np.diff(run.measured[len(EARLY_STEPS) :]).tolist()
     assert apart[0] == 200
     assert apart[-1] == 800
     assert run.overhead.ratio == pytest.approx(0.002 + 0.8 / 800)
@@ -284,7 +286,7 @@ def test_a_real_step_is_measured_and_light_rows_are_sent_between_samples(attach,
     assert share > 0
     assert watch._overhead.ratio == share
     assert watch._overhead.every == 1 or "full statistics of a site come once in" in capsys.readouterr().err
-    watch._overhead.every = 1 << 20
+    watch._overhead.every, watch._overhead.next_measured = 1 << 20, math.inf
     broken = x.clone()
     broken[3, 5] = math.nan
     light_every = watch._overhead.light_every

@@ -24,8 +24,10 @@ from fp8watch.demo.model import ByteModel
 from fp8watch.demo.text import batches, load_text
 from fp8watch.kernels.registry import available
 from fp8watch.numerics.tile_stats import HEAVY
+from fp8watch.observer import observation_plan
 from fp8watch.observer.observation_plan import ObservationPlan
-from fp8watch.session.overhead_budget import FIRST_STEPS
+from fp8watch.session import update_turns
+from fp8watch.session.overhead_budget import EARLY_STEPS
 from fp8watch.session.standing_state import StandingState
 from fp8watch.session.watch import Watch
 
@@ -71,6 +73,8 @@ def linear(size: int, repetitions: int) -> str:
     return table.table((f"{size} tokens × {size} features", "ms", "against float32"), rows)
 
 
+STEPS_A_TURN = int(os.environ.get("STEPS_A_TURN", 6))
+"""In which models take turns; one step a turn would find nothing of the observer in the caches, as no training does."""
 NARROW = {"dim": 256, "num_layers": 2, "num_heads": 4, "hidden": 768}
 WIDE = {"dim": 1024, "num_layers": 1, "num_heads": 8, "hidden": 2816}
 
@@ -118,13 +122,35 @@ def training(shape: dict[str, int], turns: int) -> str:
     return table.table(("", "ms", "against float32", "against no observer"), rows)
 
 
+class OwnTime:
+    """The clock by which turns of an attached model are paced, while other models train in the same process: it stands still
+    when those do."""
+
+    def __init__(self) -> None:
+        self._others, self._since = 0.0, 0.0
+
+    def __call__(self) -> float:
+        """Seconds."""
+        return time.perf_counter() - self._others
+
+    def stop(self) -> None:
+        """Others train from here on."""
+        self._since = time.perf_counter()
+
+    def start(self) -> None:
+        """The attached model goes on."""
+        self._others += time.perf_counter() - self._since
+
+
 def as_attached(models: dict[str, tuple[dict[str, int], int]]) -> str:
-    """Attached at defaults beside the same path unobserved, in turns, with samples among the steps; a second unobserved
-    twin says what is noise. CPU time of the training thread.
+    """Attached at defaults beside the same path unobserved, in turns of STEPS_A_TURN steps, with samples among them; a second
+    unobserved twin says what is noise. CPU time of the training thread.
 
     Args:
         models: name -> shape, steps a side. Short steps scatter by as much as long ones do, and there is time for more of them.
     """
+    own = OwnTime()
+    observation_plan.perf_counter = update_turns.perf_counter = own
     rows = []
     for name, (shape, steps) in models.items():
         runs: dict[str, Callable[[], None]] = {}
@@ -156,17 +182,24 @@ def as_attached(models: dict[str, tuple[dict[str, int], int]]) -> str:
 
         recorder.record_step = count
         for run in runs.values():  # each by itself: a watch measures what it costs as a share of its own steps
-            for _ in range(FIRST_STEPS[-1] + 8):
+            for _ in range(EARLY_STEPS[-1] + 8):
                 run()
         summary = watches[-1].summary()
         counted.update(full=0, rows=0)
         took: dict[str, list[float]] = {case: [] for case in runs}
         order = list(runs)
-        for turn in range(steps):
+        own.stop()
+        for turn in range(-(-steps // STEPS_A_TURN)):
             for case in order[turn % 3 :] + order[: turn % 3]:
+                if case == "attached":
+                    own.start()
                 began = time.thread_time()
-                runs[case]()
-                took[case].append(time.thread_time() - began)
+                for _ in range(STEPS_A_TURN):
+                    runs[case]()
+                took[case].append((time.thread_time() - began) / STEPS_A_TURN)
+                if case == "attached":
+                    own.stop()
+        own.start()
         base = took["unobserved"]
 
         def against(case: str, took: dict[str, list[float]] = took, base: list[float] = base) -> str:
