@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from benchmarks import table
+from benchmarks.own_time import in_own_time
 from torch import nn
 
 import fp8watch
@@ -24,9 +25,7 @@ from fp8watch.demo.model import ByteModel
 from fp8watch.demo.text import batches, load_text
 from fp8watch.kernels.registry import available
 from fp8watch.numerics.tile_stats import HEAVY
-from fp8watch.observer import observation_plan
 from fp8watch.observer.observation_plan import ObservationPlan
-from fp8watch.session import update_turns
 from fp8watch.session.overhead_budget import EARLY_STEPS
 from fp8watch.session.standing_state import StandingState
 from fp8watch.session.watch import Watch
@@ -57,6 +56,7 @@ def linear(size: int, repetitions: int) -> str:
             if watch is not None:
                 watch.step()
 
+        run = in_own_time(run)
         if watch is not None:
             run()  # the first step registers
         return run
@@ -73,7 +73,7 @@ def linear(size: int, repetitions: int) -> str:
     return table.table((f"{size} tokens × {size} features", "ms", "against float32"), rows)
 
 
-STEPS_A_TURN = int(os.environ.get("STEPS_A_TURN", 6))
+STEPS_A_TURN = 6
 """In which models take turns; one step a turn would find nothing of the observer in the caches, as no training does."""
 NARROW = {"dim": 256, "num_layers": 2, "num_heads": 4, "hidden": 768}
 WIDE = {"dim": 1024, "num_layers": 1, "num_heads": 8, "hidden": 2816}
@@ -95,6 +95,7 @@ def training(shape: dict[str, int], turns: int) -> str:
             loss.backward()
             optimizer.step()
 
+        run = in_own_time(run)
         for _ in range(6):  # past the calibration step
             run()
         return run, watch
@@ -122,97 +123,86 @@ def training(shape: dict[str, int], turns: int) -> str:
     return table.table(("", "ms", "against float32", "against no observer"), rows)
 
 
-class OwnTime:
-    """The clock by which turns of an attached model are paced, while other models train in the same process: it stands still
-    when those do."""
-
-    def __init__(self) -> None:
-        self._others, self._since = 0.0, 0.0
-
-    def __call__(self) -> float:
-        """Seconds."""
-        return time.perf_counter() - self._others
-
-    def stop(self) -> None:
-        """Others train from here on."""
-        self._since = time.perf_counter()
-
-    def start(self) -> None:
-        """The attached model goes on."""
-        self._others += time.perf_counter() - self._since
+CASES = ("unobserved", "twin", "attached")
+Took = dict[str, list[float]]
 
 
-def as_attached(models: dict[str, tuple[dict[str, int], int]]) -> str:
+def one_round(shape: dict[str, int], steps: int, number: int, took: Took, counted: Counter[str]) -> dict[str, Any]:
+    """Models made anew, which take turns for so many steps a side; what the watch says of itself.
+
+    Args:
+        number: of the round: says whose turn is first, and who is made first.
+        took: CPU seconds of a step of each case, turn by turn; added to.
+        counted: records, and those with full statistics; added to.
+    """
+    runs: dict[str, Callable[[], None]] = {}
+    watches: dict[str, Watch] = {}
+    for case in CASES[number % 3 :] + CASES[: number % 3]:
+        torch.manual_seed(0)
+        model, data = ByteModel(**shape), batches(load_text(), 16, 64)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        watches[case] = attached(model, observe=case == "attached")
+
+        def run(
+            model: nn.Module = model, data: Iterator[Any] = data, optimizer: torch.optim.Optimizer = optimizer
+        ) -> None:
+            loss = model(*next(data))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+        runs[case] = in_own_time(run)
+    for case, run in runs.items():  # each by itself: a watch measures what it costs as a share of its own steps
+        for _ in range(EARLY_STEPS[-1] + 8 if case == "attached" else 12):
+            run()
+    watch = watches["attached"]
+    summary, record = watch.summary(), watch._recorder.record_step
+
+    def count(header: Any, ids: Any, rows: Any, *rest: Any) -> None:
+        counted["full"] += int(np.count_nonzero(rows["measured"] & int(HEAVY)))
+        counted["rows"] += len(rows)
+        record(header, ids, rows, *rest)
+
+    watch._recorder.record_step = count
+    for turn in range(steps // STEPS_A_TURN):
+        first = (turn + number) % 3
+        for case in CASES[first:] + CASES[:first]:
+            began = time.thread_time()
+            for _ in range(STEPS_A_TURN):
+                runs[case]()
+            took[case].append((time.thread_time() - began) / STEPS_A_TURN)
+    for watch in watches.values():
+        watch.detach()
+    return summary
+
+
+def as_attached(models: dict[str, tuple[dict[str, int], int, int]]) -> str:
     """Attached at defaults beside the same path unobserved, in turns of STEPS_A_TURN steps, with samples among them; a second
     unobserved twin says what is noise. CPU time of the training thread.
 
     Args:
-        models: name -> shape, steps a side. Short steps scatter by as much as long ones do, and there is time for more of them.
+        models: name -> shape, rounds, steps a side in each. A model's place in memory alone makes it a percent faster or slower
+            than its twin for as long as it lives, so rounds begin with new ones.
     """
-    own = OwnTime()
-    observation_plan.perf_counter = update_turns.perf_counter = own
     rows = []
-    for name, (shape, steps) in models.items():
-        runs: dict[str, Callable[[], None]] = {}
-        counted = {"full": 0, "rows": 0}
-        watches = []
-        for case in ("unobserved", "twin", "attached"):
-            torch.manual_seed(0)
-            model, data = ByteModel(**shape), batches(load_text(), 16, 64)
-            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-            watch = attached(model, observe=case == "attached")
-            watches.append(watch)
-
-            def run(
-                model: nn.Module = model, data: Iterator[Any] = data, optimizer: torch.optim.Optimizer = optimizer
-            ) -> None:
-                loss = model(*next(data))
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-
-            runs[case] = run
-        recorder = watches[-1]._recorder
-        record = recorder.record_step
-
-        def count(header: Any, ids: Any, rows: Any, *rest: Any, record: Any = record, counted: Any = counted) -> None:
-            counted["full"] += int(np.count_nonzero(rows["measured"] & int(HEAVY)))
-            counted["rows"] += len(rows)
-            record(header, ids, rows, *rest)
-
-        recorder.record_step = count
-        for run in runs.values():  # each by itself: a watch measures what it costs as a share of its own steps
-            for _ in range(EARLY_STEPS[-1] + 8):
-                run()
-        summary = watches[-1].summary()
-        counted.update(full=0, rows=0)
-        took: dict[str, list[float]] = {case: [] for case in runs}
-        order = list(runs)
-        own.stop()
-        for turn in range(-(-steps // STEPS_A_TURN)):
-            for case in order[turn % 3 :] + order[: turn % 3]:
-                if case == "attached":
-                    own.start()
-                began = time.thread_time()
-                for _ in range(STEPS_A_TURN):
-                    runs[case]()
-                took[case].append((time.thread_time() - began) / STEPS_A_TURN)
-                if case == "attached":
-                    own.stop()
-        own.start()
+    for name, (shape, rounds, steps) in models.items():
+        counted: Counter[str] = Counter()
+        took: Took = {case: [] for case in CASES}
+        said = [one_round(shape, steps, number, took, counted) for number in range(rounds)]
         base = took["unobserved"]
 
-        def against(case: str, took: dict[str, list[float]] = took, base: list[float] = base) -> str:
+        def against(case: str, took: Took = took, base: list[float] = base) -> str:
             low, middle, high = statistics.quantiles([a / b for a, b in zip(took[case], base, strict=True)], n=4)
             return f"{middle:.3f} ({low:.3f} … {high:.3f}) | {sum(took[case]) / sum(base):.3f}"
 
         each = counted["rows"] / counted["full"] if counted["full"] else math.inf
+        says = statistics.median(summary["overhead_ratio"] for summary in said)
+        every = ", ".join(str(summary["every"]) for summary in said)
         rows.append(
-            (f"as attached: {name}", steps, f"{statistics.median(base) * 1e3:.1f}", against("twin"), against("attached"),
-             f"{summary['overhead_ratio']:.3f}", f"{counted['full']} of {counted['rows']} rows, 1 in {each:.0f}; every={summary['every']}")
+            (f"as attached: {name}", f"{len(base) * STEPS_A_TURN} in {rounds} rounds", f"{statistics.median(base) * 1e3:.1f}",
+             against("twin"), against("attached"), f"{says:.3f}",
+             f"{counted['full']} of {counted['rows']} rows, 1 in {each:.0f}; every={every}")
         )  # fmt: skip
-        for watch in watches:
-            watch.detach()
     columns = (
         "model", "steps a side", "unobserved, CPU ms", "noise: a twin, median of turns (quartiles)", "sum",
         "attached, median of turns (quartiles)", "sum", "the watch says", "full statistics",
@@ -304,7 +294,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as spool:
         os.environ["FP8WATCH_SPOOL_DIR"] = spool
         more = max(7, args.repetitions)
-        together = as_attached({"demo, 256 wide": (NARROW, 90 * more), "1024 wide": (WIDE, 42 * more)})
+        together = as_attached({"demo, 256 wide": (NARROW, 6, 15 * more), "1024 wide": (WIDE, 2, 15 * more)})
         text = f"""## Emulated FP8 Linear, forward and backward, one thread
 
 {table.machine("torch", "numpy")} {args.repetitions} repetitions, CPU time of the training thread,
@@ -329,8 +319,9 @@ The demo's model: 256 wide, 2 layers, 1.8 M parameters.
 
 {training(WIDE, args.repetitions * 2)}
 
-As attached by default, samples included; steps take turns. Goal: ≤ 1.01. The median of the turns does
-not see what few steps pay, the sum does: bursts of full statistics after a jump are among them. Load of the machine at the end: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores.
+As attached by default, samples included; models take turns of {STEPS_A_TURN} steps and are made anew in each round, and what a watch does for a share of the time is
+paced by the time of its own model. Goal: ≤ 1.01. The median of the turns does not see what few of them pay, the sum does:
+bursts of full statistics after a jump are among them. Load of the machine at the end: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores.
 
 {together}
 """

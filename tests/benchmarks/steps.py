@@ -19,7 +19,12 @@ from pathlib import Path
 
 from benchmarks import table
 
+from fp8watch.session.overhead_budget import EARLY_STEPS
+
 ROUND = 8  # steps in one turn
+ALONE = (
+    EARLY_STEPS[-1] + 8
+)  # before that: what is compiled, registered and measured in early steps is no step like others
 CASES = ("no observer", "collector up", "refused", "blackholed", "1 B/s", "429")
 
 
@@ -27,6 +32,7 @@ def child() -> None:
     """Train as told. The model, the data and the seed are the same in every case."""
     import torch
     from benchmarks.linear import attached
+    from benchmarks.own_time import in_own_time
 
     from fp8watch.demo.model import ByteModel
     from fp8watch.demo.text import batches, load_text
@@ -37,15 +43,18 @@ def child() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     collector = sys.argv[2] or None
     watch = attached(model, observe=sys.argv[1] != CASES[0], collector=collector, run="bench", every=1)
+
+    def step() -> float:
+        start = time.perf_counter()
+        loss = model(*next(data))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return time.perf_counter() - start
+
+    step = in_own_time(step)
     for line in sys.stdin:
-        times = []
-        for _ in range(int(line)):
-            start = time.perf_counter()
-            loss = model(*next(data))
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            times.append(time.perf_counter() - start)
+        times = [step() for _ in range(int(line))]
         print(json.dumps([times, watch.summary()["health"]]), flush=True)
     watch.detach()
 
@@ -67,10 +76,10 @@ def rounds(
         for name, process in children.items():
             assert process.stdin is not None
             assert process.stdout is not None
-            process.stdin.write(f"{ROUND}\n")
+            process.stdin.write(f"{ROUND if turn else ALONE}\n")
             process.stdin.flush()
             times, health[name] = json.loads(process.stdout.readline())
-            if turn:  # the first turn compiles, registers and calibrates
+            if turn:
                 medians[name].append(statistics.median(times))
     for process in children.values():
         process.communicate("")
@@ -119,7 +128,7 @@ def main() -> None:
         "steps",
         f"""## A training step with the collector up and dead, one thread
 
-{table.machine("torch", "numpy")} {args.repetitions} turns of {ROUND} steps a case, in processes that take turns; medians of the
+{table.machine("torch", "numpy")} {args.repetitions} turns of {ROUND} steps a case, behind {ALONE} of each, in processes that take turns; medians of the
 ratios of neighbouring turns. The model of the demo, emulated FP8, `overhead_budget=0.01`. Goals: statistics on : off
 ≤ 1.02, collector dead : up ≤ 1.01.
 
