@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from itertools import chain
+from operator import itemgetter
 
 from fp8watch.numerics.tile_stats import TileStats
 
@@ -47,8 +49,10 @@ class StepTiles:
 
     def last_calls(self) -> StepTiles:
         """What is left of it where only the last call of each row stays."""
-        if self._held is None and len({call[0] for call in self._calls}) == len(self._calls):
-            return self  # calls of a row come with the same rows beside it
+        if self._held is None:
+            rows = [*chain.from_iterable(map(itemgetter(0), self._calls))]
+            if len(set(rows)) == len(rows):
+                return self
         last = {row: calls[-1:] for row, calls in self.by_row.items()}
         return StepTiles((), sum(calls[0][1].num_bytes for calls in last.values()), last)
 
