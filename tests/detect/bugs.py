@@ -95,6 +95,13 @@ MODES = [
         _scenario("dying-tile"),
     ),
     Bug(
+        "a-smallest-tile-that-comes-back-is-dying",
+        "dying_tile.detector:Dying.observe",
+        "deep[deep] = ~(change >= RISE_OCTAVES).any(axis=1)",
+        "deep[deep] = True",
+        "tests/detect/test_faint_tiles.py::test_a_smallest_tile_that_comes_back_by_chance_is_not_dying[by-chance]",
+    ),
+    Bug(
         "dead-layer",
         "dead_layer.detector:DeadLayers.observe",
         "hit = self._latch.update(far | (low & inputs & gradients), named, now.step)",

@@ -90,3 +90,12 @@ def test_another_operand_that_is_noisy_is_told_before_the_faint_one() -> None:
     found = [f for f in detect(run, both, STEPS) if f.severity != "info"]
     assert found
     assert run.facts[found[-1].site or 0].module == "layers.0.mlp.gate_proj"
+
+
+@pytest.mark.parametrize(("back", "found"), [(-60.0, False), (-93.0, True)], ids=["by-chance", "dying"])
+def test_a_smallest_tile_that_comes_back_by_chance_is_not_dying(back: float, found: bool) -> None:
+    t = healthy(3, 120)
+    where = t.mask(DOWN, "input")  # tiles along channels and across them
+    low = np.where(np.arange(120) % 3 == 0, back, -95.0)
+    t.columns["amax_min_nonzero"][:, where] = np.exp2(low)[:, None]
+    assert ("dying-tile" in {f.mode for f in play(Case([t], 0))}) is found

@@ -4,7 +4,9 @@ Shapes:     smallest non-zero tile amax [S] -> at most one finding
 Thread:     detect worker
 
 The step before zero-tile-eps, thirty steps and more ahead of it: one group of channels fades, its scale runs towards
-Inf. Below 2^-90 there is nothing to wait for; above, a fall that lasts, while the largest tile of the site stands.
+Inf. Below 2^-90 there is nothing to wait for; above, a fall that lasts, while the largest tile of the site stands. What
+dies does not come back: a smallest tile that jumps up by ten octaves from one sample to the next is another in each, by chance,
+as where features of distances decay without end.
 
 A tile of one token is another matter. Where attention grows sharp, what reaches a single token's value, query or key
 fades to the last denormal in healthy training, in another token each step, and nobody needs it. So a tile along the
@@ -25,6 +27,8 @@ from fp8watch_server.detect.step_view import Mask
 WINDOW = 17
 MONOTONE = 0.85
 """Share of the steps that go down: the smallest tile of a gradient jumps by ten octaves either way, and comes back."""
+RISE_OCTAVES = 10.0
+"""From one sample to the next, within the window."""
 DEATH_LOG2 = -120.0
 """448/amax overflows float32 a little below: 2^-119.2."""
 
@@ -71,7 +75,11 @@ class Dying(Detector):
                 change = np.diff(self._recent.ordered(slow).astype(np.float64), axis=1)
                 slow[slow] = np.count_nonzero(change < 0, axis=1) >= MONOTONE * (WINDOW - 1)
                 slow &= ~(np.nan_to_num(ctx.above_usual) < -limit.dead_octaves)  # the largest tile stands
-            hit = now.table.of_channels((amin < limit.dying_log2_amax) | slow)
+            deep = amin < limit.dying_log2_amax
+            if deep.any():
+                change = np.diff(self._recent.ordered(deep).astype(np.float64), axis=1)
+                deep[deep] = ~(change >= RISE_OCTAVES).any(axis=1)
+            hit = now.table.of_channels(deep | slow)
         hit = self._latch.update(hit, ~np.isnan(amin), now.step)
         if not hit.any():
             return []
