@@ -102,6 +102,13 @@ MODES = [
         "tests/detect/test_faint_tiles.py::test_a_smallest_tile_that_comes_back_by_chance_is_not_dying[by-chance]",
     ),
     Bug(
+        "chance-is-not-waited-for",
+        "dying_tile.detector:Dying.observe",
+        "& (self._recent.count >= KNOWN)",
+        "",
+        "tests/detect/test_faint_tiles.py::test_a_smallest_tile_that_comes_back_by_chance_is_not_dying[by-chance]",
+    ),
+    Bug(
         "dead-layer",
         "dead_layer.detector:DeadLayers.observe",
         "hit = self._latch.update(far | (low & inputs & gradients), named, now.step)",

@@ -29,6 +29,8 @@ MONOTONE = 0.85
 """Share of the steps that go down: the smallest tile of a gradient jumps by ten octaves either way, and comes back."""
 RISE_OCTAVES = 10.0
 """From one sample to the next, within the window."""
+KNOWN = 9
+"""Samples from which on that can be told."""
 DEATH_LOG2 = -120.0
 """448/amax overflows float32 a little below: 2^-119.2."""
 
@@ -75,7 +77,7 @@ class Dying(Detector):
                 change = np.diff(self._recent.ordered(slow).astype(np.float64), axis=1)
                 slow[slow] = np.count_nonzero(change < 0, axis=1) >= MONOTONE * (WINDOW - 1)
                 slow &= ~(np.nan_to_num(ctx.above_usual) < -limit.dead_octaves)  # the largest tile stands
-            deep = amin < limit.dying_log2_amax
+            deep = (amin < limit.dying_log2_amax) & (self._recent.count >= KNOWN)
             if deep.any():
                 change = np.diff(self._recent.ordered(deep).astype(np.float64), axis=1)
                 deep[deep] = ~(change >= RISE_OCTAVES).any(axis=1)
