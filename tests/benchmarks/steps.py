@@ -22,9 +22,7 @@ from benchmarks import table
 from fp8watch.session.overhead_budget import EARLY_STEPS
 
 ROUND = 8  # steps in one turn
-ALONE = (
-    EARLY_STEPS[-1] + 8
-)  # before that: what is compiled, registered and measured in early steps is no step like others
+ALONE = EARLY_STEPS[-1] + 8  # before that: early steps compile, register and are measured
 CASES = ("no observer", "collector up", "refused", "blackholed", "1 B/s", "429")
 
 
