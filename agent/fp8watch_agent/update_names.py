@@ -61,3 +61,13 @@ WHICH = f"{OPTIMIZER}which/"
 
 RECOMPUTED = "recompute_differs/"
 """Before the name of an operand whose recomputation is not what the first pass had: ‖again − first‖/‖first‖ of a sample."""
+
+GRADIENT_APART = f"{OPTIMIZER}gradient_apart/"
+"""Before the name of a parameter whose gradient arrived at the optimizer otherwise than backward gave it, after it had arrived as
+given: how far off it is, up to a number, as a share of its norm."""
+
+GRADIENTS_FLUSHED = f"{OPTIMIZER}gradients_flushed"
+"""Share of its elements that arrived as 0 and were not given as 0; the largest of those that are named."""
+
+GRADIENTS_OTHER = f"{OPTIMIZER}gradients_other"
+"""Parameters whose gradient arrives otherwise than backward gives it from the first look on, so far."""

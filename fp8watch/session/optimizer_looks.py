@@ -1,4 +1,4 @@
-"""All that is looked at of an optimizer: what it keeps, what its updates do, whether its gradients are cleared, its rates.
+"""All that is looked at of an optimizer: what it keeps, what its updates do, whether its gradients arrive and are cleared, its rates.
 
 Shapes:     numbers of a step by name, or [] tensors     Thread: training, around each optimizer step
 """
@@ -15,6 +15,7 @@ from torch import nn
 from fp8watch.observer.observation_plan import ObservationPlan
 from fp8watch.observer.recompute_values import only_news
 from fp8watch.observer.stopwatch import FIXED
+from fp8watch.session.gradient_arrival import GradientArrival
 from fp8watch.session.gradients_left import GradientsLeft
 from fp8watch.session.group_rates import GroupRates
 from fp8watch.session.sites import SlabSite, operand_name
@@ -34,9 +35,16 @@ class OptimizerLooks(StandingState):
         super().__init__(model, plan)
         self._updates, self._rates = UpdateTurns(model), GroupRates(model)
         self.left = GradientsLeft(model)
+        self.arrival = None if plan is None else GradientArrival(model, plan.guard)
         if plan is not None:  # it outlives a watch that was dropped
-            plan.step.on_backward = weakref.WeakMethod(self.left.backward_begins)
+            plan.step.on_backward = weakref.WeakMethod(self.backward_begins)
             plan.step.again.name_of = partial(operand_name, table)
+
+    def backward_begins(self) -> None:
+        """A backward of the model has come to its first watched module."""
+        self.left.backward_begins()
+        if self.arrival is not None:
+            self.arrival.backward_begins()
 
     def before(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer is about to step: what is not as it was left, and what is new of its last update, its gradients and rates."""
@@ -52,8 +60,8 @@ class OptimizerLooks(StandingState):
         return found
 
     def _news(self, optimizer: Optimizer, found: dict[str, Any]) -> None:
-        for look in (self._rates.before, self.left.before, self._updates.before):
-            if news := look(optimizer):
+        for looks in (self._rates, self.left, self._updates, self.arrival):
+            if looks is not None and (news := looks.before(optimizer)):
                 found.update(news)
 
     def after(self, optimizer: Optimizer, *, looks: bool = True) -> None:
@@ -70,16 +78,21 @@ class OptimizerLooks(StandingState):
     def _follow(self, optimizer: Optimizer, looks: bool) -> None:
         self._updates.follow(optimizer, looks=looks)
         self.left.after(optimizer, looks=looks)
+        if self.arrival is not None:
+            self.arrival.after(optimizer, looks=looks)
 
     def stop(self) -> None:
         """Look no more."""
         super().stop()
-        for looks in (self._updates, self._rates, self.left):
-            looks.stop()
+        for looks in (self._updates, self._rates, self.left, self.arrival):
+            if looks is not None:
+                looks.stop()
 
     def named(self, numbers: dict[str, float]) -> None:
         """Numbers of a step that have arrived: what changed gets its name, and where there is no news nothing stays."""
         super().named(numbers)
         self.left.named(numbers)
         self._updates.named(numbers)
+        if self.arrival is not None:
+            self.arrival.named(numbers)
         only_news(numbers)

@@ -17,7 +17,27 @@ _TWICE = f"{_T}test_an_update_that_is_applied_again_is_told_with_the_step_behind
 _NOT_TWICE = f"{_T}test_a_second_step_that_is_not_on_the_same_gradients_applies_none_again"
 _MEANT = f"{_T}test_what_a_weight_was_to_move_by_is_adams_step_and_its_decay"
 _TIMES = f"{_T}test_weights_that_move_further_than_adam_says_are_told_by_how_much"
+_G = "tests/attach/test_gradient_arrival.py::"
+_WAYS = f"{_G}test_what_trainings_do_to_gradients_says_nothing"
+_ANOTHER = f"{_G}test_another_gradient_than_backward_gave_is_told_with_its_parameter"
 UPDATE_BUGS = [
+    Bug("values that are clipped one by one", "gradient_arrival:_apart", "torch.where(rounding | clipped,", "torch.where(rounding,", _WAYS),
+    Bug("what micro-batches before have left", "gradient_arrival:_see", "there.clone(), there + sample", "there.clone(), sample.clone()", _WAYS),
+    Bug("what autograd gave went elsewhere", "gradient_arrival:GradientArrival.before", "look.there if look.mark == (gradient.data_ptr(), gradient._version) else look.expected",
+        "look.expected", _WAYS),
+    Bug("a gradient times a number is the same", "gradient_arrival:_apart", "(of_got - times * of_expected).norm()", "(of_got - of_expected).norm()", _WAYS),
+    Bug("two bytes round", "gradient_arrival:_apart", "max(LEAST_APART, ROUNDINGS * torch.finfo(dtype).eps)", "LEAST_APART",
+        f"{_G}test_micro_batches_in_two_bytes_are_rounded"),
+    Bug("a gradient that arrives otherwise", "gradient_arrival:GradientArrival.named", "if not apart > 0 or name not in self._right:", "if True:", _ANOTHER),
+    Bug("only the smallest are flushed", "gradient_arrival:_apart", "* smallest", "", _ANOTHER),
+    Bug("another one from the first look on", "gradient_arrival:GradientArrival.named", "if not apart > 0 or name not in self._right:", "if not apart > 0:",
+        f"{_G}test_what_was_another_one_from_the_first_look_on_is_counted_and_not_named"),
+    Bug("no hook is left between steps", "gradient_arrival:GradientArrival.before", "look.handle.remove()", "",
+        f"{_G}test_between_two_steps_no_parameter_has_a_hook_and_numbers_stay"),
+    Bug("gradients of several processes", "gradient_arrival:_is_shared", "distributed.get_world_size() > 1", "False",
+        f"{_G}test_gradients_of_several_processes_are_not_looked_at"),
+    Bug("looks at gradients wait for no device", "gradient_arrival:GradientArrival.before", "if got.is_cpu and torch.equal", "if torch.equal",
+        f"{_G}test_nothing_waits_for_a_device"),
     Bug("decay that is no part of the moments", "update_size:update_times", "+ decay * was.double()", "", _MEANT),
     Bug("another rate is no second update", "update_size:update_times", "torch.where(agree & far, median, 0.0)", "torch.where(agree, median, 0.0)", _TIMES),
     Bug("weights that do not move along what they were to", "update_size:update_times", "large & (along > ALONG * (energy * went).sqrt()) & (energy > 0)",

@@ -7,8 +7,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from torch import nn
-from torch.utils.checkpoint import checkpoint
+from attach.stepped import OPTIMIZERS, Deep, adam, steps
 
 from fp8watch.observer.batch_arithmetic import copies
 from fp8watch.observer.recompute_values import RecomputeValues
@@ -38,7 +37,6 @@ NEWS = (
     GRADIENTS_LEFT, GRADIENTS_KEPT, UPDATES_LOOKED, REPEATED, COARSE, COARSE_BITS, SHRINK, DECAY, ASTRAY, RATE_TIMES,
     RATE_PARAMETERS, OF, RECOMPUTED, STEPPED_AGAIN, UPDATE_TIMES,
 )  # fmt: skip
-DIM = 64
 
 
 @pytest.fixture(autouse=True)
@@ -50,63 +48,6 @@ def each_step(monkeypatch, request):
 
 def news(watch):
     return [{k: v for k, v in logs.items() if k.startswith(NEWS)} for *_, logs, _ in watch._recorder.steps]
-
-
-class Deep(nn.Module):
-    """A table and four Linears; returns a loss."""
-
-    def __init__(self, again=False):
-        super().__init__()
-        torch.manual_seed(0)
-        self.table = nn.Embedding(64, DIM)
-        self.layers = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(4))
-        self.again, self.spoil = again, False
-        self.register_buffer("aim", torch.randn(DIM))
-
-    def block(self, x):
-        for layer in self.layers[:2]:
-            x = x + torch.relu(layer(x))
-        return x
-
-    def run(self, x, seen):
-        seen.append(1)
-        return self.block(x.roll(1, 0) if self.spoil and len(seen) > 1 else x)
-
-    def forward(self, tokens):
-        x = self.table(tokens)
-        x = checkpoint(self.run, x, [], use_reentrant=False) if self.again else self.block(x)
-        for layer in self.layers[2:]:
-            x = x + torch.relu(layer(x))
-        return (x - self.aim).square().mean()  # not to be had with smaller weights
-
-
-def steps(model, optimizer, num, *, first=0, before=None, after=None, clear=True, micro=1):
-    """Training on other tokens in each step."""
-    for step in range(first, first + num):
-        if clear:
-            optimizer.zero_grad()
-        for i in range(micro):
-            g = torch.Generator().manual_seed(100 * step + i)
-            model(torch.randint(64, (4, 16), generator=g)).backward()
-        if before is not None:
-            before(step)
-        optimizer.step()
-        if after is not None:
-            after(step)
-
-
-def adam(model, **kwargs):
-    return torch.optim.AdamW(model.parameters(), lr=1e-3, **kwargs)
-
-
-OPTIMIZERS = {
-    "AdamW": adam,
-    "Adam": lambda m: torch.optim.Adam(m.parameters(), lr=1e-2, weight_decay=0.1),
-    "SGD": lambda m: torch.optim.SGD(m.parameters(), lr=0.1),
-    "momentum": lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9, nesterov=True),
-    "Adafactor": lambda m: torch.optim.Adafactor(m.parameters(), lr=1e-2),
-    "RMSprop": lambda m: torch.optim.RMSprop(m.parameters(), lr=1e-3),
-}
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

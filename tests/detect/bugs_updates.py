@@ -66,4 +66,32 @@ OF_UPDATES = [
         "NAMES = (MASK, SCORED, CONCENTRATION, TARGETS)",
         f"{UPDATES}::test_labels_that_stand_where_they_are_asked_for_are_information",
     ),
+    Bug(
+        "a learning rate below zero",
+        "weight_updates:WeightUpdates.observe",
+        'and not (view.scalar("lr") or 0.0) < 0',
+        "",
+        f"{UPDATES}::test_a_learning_rate_below_zero_is_told_with_its_step_and_value",
+    ),
+    Bug(
+        "a gradient that arrives a little otherwise",
+        "weight_updates:_arrivals",
+        '"warning" if apart[about] >= FAR_APART else "info"',
+        '"warning"',
+        f"{UPDATES}::test_gradients_that_always_were_others_or_are_nearly_right_are_information",
+    ),
+    Bug(
+        "gradients that arrive as zeros",
+        "weight_updates:_arrivals",
+        "if flushed >= FLUSHED_SHARE:",
+        "if False:",
+        TOLD,
+    ),
+    Bug(
+        "the gradient that is furthest off is named",
+        "weight_updates:_arrivals",
+        "about = max(",
+        "about = min(",
+        TOLD,
+    ),
 ]

@@ -15,8 +15,11 @@ from fp8watch_agent.update_names import (
     COARSE,
     COARSE_BITS,
     DECAY,
+    GRADIENT_APART,
+    GRADIENTS_FLUSHED,
     GRADIENTS_KEPT,
     GRADIENTS_LEFT,
+    GRADIENTS_OTHER,
     OF,
     RATE_PARAMETERS,
     RATE_TIMES,
@@ -91,6 +94,14 @@ TOLD = {
         "optimizer-divergence", f"The learning rate of {{}}.weight is 8 times its share of the others' since step {AT}",
         "parameter groups",
     ),
+    "apart": (
+        {f"{GRADIENT_APART}{{}}.weight": at(AT, value=0.34), f"{GRADIENT_APART}elsewhere.bias": at(AT, value=0.2)},
+        "silent-data-corruption", f"The optimizer gets another gradient of {{}}.weight than backward gave, since step {AT}", "micro-batch",
+    ),
+    "flushed": (
+        {f"{GRADIENT_APART}{{}}.weight": at(AT, value=0.01), GRADIENTS_FLUSHED: at(AT, value=0.25)},
+        "gradient-underflow", "25 % of the gradient of {}.weight is 0 when it arrives at the optimizer", "divide behind the sum",
+    ),
     "recompute": (
         {f"{RECOMPUTED}{{}}.input": at(AT, value=0.3)},
         "silent-data-corruption", "What is recomputed for {}.input is not what the forward pass computed", "preserve_rng_state",
@@ -157,6 +168,28 @@ def test_an_update_that_went_astray_from_the_start_is_information() -> None:
     logs = {UPDATES_LOOKED: at(*every, value=5), ASTRAY: at(*every, value=0.3), f"{OF}{module(t)}.weight": at(*every)}
     [incident] = incidents(t, logs)
     assert (incident.mode, incident.severity) == ("silent-data-corruption", "info")
+
+
+def test_a_learning_rate_below_zero_is_told_with_its_step_and_value() -> None:
+    t = made()
+    t.steps["lr"][AT:] = -2e-6
+    [incident] = incidents(t, {})
+    assert (incident.mode, incident.severity, incident.first.onset) == ("optimizer-divergence", "warning", AT)
+    told = explain(incident.named, t.facts)
+    assert told.title == f"The learning rate is below zero since step {AT}: -2e-06"
+    assert "FP8 is not the cause" in told.cause
+    assert "LambdaLR" in told.fix[0]["text"]
+
+
+@pytest.mark.parametrize(("logs", "mode"), [
+    ({GRADIENTS_OTHER: at(*range(4, STEPS), value=5)}, "silent-data-corruption"),
+    ({f"{GRADIENT_APART}a.weight": at(AT, value=0.004)}, "silent-data-corruption"),
+], ids=["from the first look on", "a little apart"])  # fmt: skip
+def test_gradients_that_always_were_others_or_are_nearly_right_are_information(
+    logs: dict[str, np.ndarray], mode: str
+) -> None:
+    [incident] = incidents(made(), logs)
+    assert (incident.mode, incident.severity) == (mode, "info")
 
 
 def test_what_goes_on_is_one_incident() -> None:

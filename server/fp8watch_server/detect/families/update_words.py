@@ -27,6 +27,32 @@ def words(f: Finding) -> tuple[str, str]:
             f"The bits that the optimizer left in .grad behind step {at - 1} were still there where the backward of step {at} began, and it "
             f"added to them. The update is that of several steps' gradients, larger each time. {_INNOCENT}",
         )
+    if kind == "rate-below-zero":
+        return (
+            f"The learning rate is below zero since step {at}: {number(evidence(f, 'lr'))}",
+            f"At step {at} the learning rate was {number(evidence(f, 'lr'))}: every update moves the weights up their gradient. As a rule a schedule runs on behind its "
+            f"last step, as a linear or a polynomial one does that was made for fewer steps. {_INNOCENT}",
+        )
+    if kind == "gradient-apart":
+        return (
+            f"The optimizer gets another gradient of {first} than backward gave, since step {at}",
+            f"At step {at} what the optimizer stepped on differed from what backward had added up in .grad of {first}, by {_percent(evidence(f, 'gradient_apart'))} of its norm, "
+            "whatever number it may be multiplied by; at an earlier look it did not. Between the two a micro-batch was lost, another tensor wrote into the buffer, or something "
+            f"changes gradients since then. A few parameters are looked at in each step, one after the other: it may have begun earlier, and concern more. {_INNOCENT}",
+        )
+    if kind == "gradients-flushed":
+        return (
+            f"{_percent(evidence(f, 'gradients_flushed'))} of the gradient of {first} is 0 when it arrives at the optimizer, since step {at}",
+            f"Backward gave these elements of {first} as something else: they became 0 on the way, at step {at}, and at an earlier look did not. What is summed or divided in a "
+            "format of few exponents, and compression, do that to small ones; so does a mask. A few parameters are looked at in each step, one after the other: it may have begun earlier, "
+            f"and concern more. {_INNOCENT}",
+        )
+    if kind == "gradients-other":
+        return (
+            "Gradients are changed between backward and optimizer, from the first look on",
+            f"What the optimizer gets of {number(evidence(f, 'parameters'))} parameters has never been what backward had added up in .grad, whatever number it may be multiplied by. Noise, projections "
+            f"and masks that are put on gradients do that, and so does a micro-batch that is lost in every step: the looks do not tell which. {_INNOCENT}",
+        )
     if kind == "stepped-again":
         return (
             f"The update of step {at} was applied twice",
@@ -99,7 +125,28 @@ def words(f: Finding) -> tuple[str, str]:
     )
 
 
+def _percent(share: object) -> str:
+    return f"{number(float(f'{100 * share:.2g}'))} %" if isinstance(share, int | float) else "some"
+
+
 _FIXES: dict[str, tuple[str, ...]] = {
+    "rate-below-zero": (
+        "Give the schedule as many steps as the run has, or hold the rate at its last value (max(0, …) in a LambdaLR).",
+        "Go back to the checkpoint before it where the loss has risen since.",
+    ),
+    "gradient-apart": (
+        "Look at what lies between backward and optimizer.step: fused accumulation (gradient_accumulation_fusion, main_grad), buckets that are reused, an overlap that does not wait, hooks.",
+        "Compare .grad of this parameter behind each micro-batch with the sum of the micro-batches' own gradients.",
+        "If gradients are changed on purpose from here on (noise, masks, projections): silence this.",
+    ),
+    "gradients-flushed": (
+        "Sum gradients in float32 or bfloat16, and divide behind the sum (predivide_factor, gradient_as_bucket_view with a communication hook, grad_reduce_in_fp32).",
+        "If they are compressed or masked on purpose from here on: silence this.",
+    ),
+    "gradients-other": (
+        "If training changes gradients on purpose (noise, masks, projections): nothing, but this look is blind then.",
+        "If not: compare .grad behind each micro-batch with the sum of the micro-batches' own gradients.",
+    ),
     "gradients-left": (
         "Call optimizer.zero_grad() between optimizer.step and the next backward, for every optimizer; look at what changed at that step.",
         "Go back to the checkpoint before it where loss or weights have leaped since.",
@@ -145,6 +192,10 @@ def fixes(kind: str) -> list[Fix]:
 
 
 _ALTERNATIVES: dict[str, tuple[tuple[str, str], ...]] = {
+    "rate-below-zero": (("scalar-shift", "the rate is 0 or above, and the loss rises"),),
+    "gradient-apart": (("bad-batch", "gradients arrive as they were given, and are larger"),),
+    "gradients-flushed": (("dead-layer", "backward gives zeros already"),),
+    "gradients-other": (("optimizer-divergence", "gradients arrive as they were given, and updates are too large"),),
     "gradients-left": (("bad-batch", "gradients were cleared, and one batch had larger ones"),),
     "stepped-again": (("scalar-shift", "the optimizer stepped once, and its learning rate was larger"),),
     "update-times": (("scalar-shift", "weights move as far as the moments say, and the rate was set higher"),),

@@ -21,8 +21,11 @@ from fp8watch_agent.update_names import (
     COARSE,
     COARSE_BITS,
     DECAY,
+    GRADIENT_APART,
+    GRADIENTS_FLUSHED,
     GRADIENTS_KEPT,
     GRADIENTS_LEFT,
+    GRADIENTS_OTHER,
     OF,
     RATE_PARAMETERS,
     RATE_TIMES,
@@ -45,6 +48,10 @@ AGAIN = {"weights-rounded": (2, 24), "update-astray": (2, 96), "update-times": (
 MAX_SEEN = 8
 FROM_THE_START, BY_HABIT = 24, 64
 """Steps of a run. Weights that were coarse before the first, and updates that went astray before the second, are meant to be, perhaps."""
+FLUSHED_SHARE = 0.02
+"""Of the elements of a gradient: from here on those that arrive as 0 are what is wrong with it."""
+FAR_APART = 0.05
+"""Of its norm; what is nearer is information."""
 RATE_LEAP = 3.0
 """As of the learning rate of all: a leap, not a schedule."""
 Logs = Mapping[str, float]
@@ -61,7 +68,7 @@ class _Hit(NamedTuple):
 class WeightUpdates(Detector):
     """What each rank says of its last update."""
 
-    modes = ("optimizer-divergence", "silent-data-corruption", "recipe-mismatch")
+    modes = ("optimizer-divergence", "silent-data-corruption", "recipe-mismatch", "gradient-underflow")
     between_samples = True
 
     def __init__(self, num_sites: int = 0) -> None:
@@ -87,15 +94,20 @@ class WeightUpdates(Detector):
         found: dict[str, Finding] = {}
         for view in ctx.now.views:
             logs = view.logs()
-            if not any(
-                name in logs for name in (GRADIENTS_LEFT, STEPPED_AGAIN, UPDATES_LOOKED, RATE_TIMES)
-            ) and not any(name.startswith(RECOMPUTED) for name in logs):
+            if (
+                not any(
+                    name in logs
+                    for name in (GRADIENTS_LEFT, STEPPED_AGAIN, UPDATES_LOOKED, RATE_TIMES, GRADIENTS_OTHER)
+                )
+                and not any(name.startswith((RECOMPUTED, GRADIENT_APART)) for name in logs)
+                and not (view.scalar("lr") or 0.0) < 0
+            ):
                 continue
-            for kind, told in self._of_rank(ctx, view.rank, logs):
+            for kind, told in self._of_rank(ctx, view.rank, logs, view.scalar("lr")):
                 found.setdefault(kind, told)
         return list(found.values())
 
-    def _of_rank(self, ctx: Context, rank: int, logs: Logs) -> list[tuple[str, Finding]]:
+    def _of_rank(self, ctx: Context, rank: int, logs: Logs, lr: float | None) -> list[tuple[str, Finding]]:
         step, about = ctx.now.step, next((n.removeprefix(OF) for n in logs if n.startswith(OF)), "")
         of = f"of {int(logs.get(UPDATES_LOOKED, 0))} looked at"
         hits: list[_Hit] = []
@@ -110,6 +122,10 @@ class WeightUpdates(Detector):
                     [Evidence("gradients_left", num, 0, kept, step)],
                 )
             )
+        if lr is not None and lr < 0:
+            below = [Evidence("lr", _short(lr), 0, "at least", step)]
+            hits.append(_Hit("rate-below-zero", "optimizer-divergence", "warning", "", below))
+        hits += _arrivals(logs, step)
         if logs.get(STEPPED_AGAIN, 0.0) > 0:
             twice = [Evidence("updates_of_one_gradient", 2, 1, "", max(0, step - 1))]
             hits.append(_Hit("stepped-again", "optimizer-divergence", "warning", "", twice))
@@ -185,6 +201,25 @@ class WeightUpdates(Detector):
         evidence = [*hit.evidence, of_rank] if len(ranks) > 1 else hit.evidence
         where = np.array(rows, dtype=np.int64)
         return ctx.now.finding(hit.mode, hit.severity, where, evidence, "shared", **more)
+
+
+def _arrivals(logs: Logs, step: int) -> list[_Hit]:
+    """Gradients that an optimizer got otherwise than backward gave them: the one that is furthest off."""
+    apart = {n.removeprefix(GRADIENT_APART): v for n, v in logs.items() if n.startswith(GRADIENT_APART) and v > 0}
+    if not apart:
+        if not (num := int(logs.get(GRADIENTS_OTHER, 0))):
+            return []
+        others = [Evidence("parameters", num, 0, "whose gradient was another one from the first look on", step)]
+        return [_Hit("gradients-other", "silent-data-corruption", "info", "", others)]
+    about = max(apart, key=lambda name: apart[name])
+    off = Evidence("gradient_apart", _short(apart[about]), 0, "of its norm", step)
+    more = Evidence("parameters", len(apart), 0, "of those whose turn it was", step)
+    flushed = logs.get(GRADIENTS_FLUSHED, 0.0)
+    if flushed >= FLUSHED_SHARE:
+        zeros = Evidence("gradients_flushed", _short(flushed), 0, "share of its elements", step)
+        return [_Hit("gradients-flushed", "gradient-underflow", "warning", about, [zeros, off, more])]
+    far: Severity = "warning" if apart[about] >= FAR_APART else "info"
+    return [_Hit("gradient-apart", "silent-data-corruption", far, about, [off, more])]
 
 
 def _short(value: float) -> float:

@@ -1,0 +1,239 @@
+"""Whether the gradient that an optimizer is given is the one that backward gave: a few parameters in each step, one after the other.
+
+Shapes:     [PIECES, WIDTH] elements of a gradient, where autograd hands it over and where its optimizer steps -> how far they
+            lie apart, only where they do
+Thread:     training, and autograd's; nothing waits for a device
+
+Between backward and optimizer a gradient is accumulated, reduced, copied, cast, unscaled and clipped. Whatever that is, it
+multiplies all elements by one number, or else it is another gradient: of fewer micro-batches, with another tensor's elements in it,
+with small ones flushed. Autograd tells what it adds to `.grad` before it adds it; a hook on the parameter keeps a sample of the sum,
+and it is held against what is there when the optimizer steps, up to a number. That needs no past of the run, but a parameter
+of which the first look is wrong is one whose gradient training changes on purpose, perhaps: noise, projections, masks. Those
+are counted, and said apart. Values that are clipped one by one are no news either.
+
+Where processes share gradients autograd's is of this process alone, and nothing is looked at. The hook is there from the first backward
+of a step to its optimizer: a checkpoint, or a copy of the model between two steps, sees none.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from functools import partial
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from fp8watch.layers.operand_check import capturing
+from fp8watch.session.by_optimizer import ByOptimizer
+from fp8watch.session.tensor_places import parameter_names
+from fp8watch_agent.guard import Guard
+from fp8watch_agent.update_names import GRADIENT_APART, GRADIENTS_FLUSHED, GRADIENTS_OTHER
+
+PIECES, WIDTH = 16, 128
+"""Stretches of neighbouring elements, evenly over the tensor: a sixteenth of it that is wrong is in every sample."""
+SAMPLE = PIECES * WIDTH
+STEPS_A_ROUND = 32
+"""Turns in which each parameter has had its own."""
+LOOK_S, COST_SHARE, MAX_REST = 2e-4, 0.001, 4
+"""About what a look takes of a CPU that has forgotten the code; which share of a step that may be; at most so many steps lie between two turns."""
+MAX_TURNS = 16
+"""Parameters of an optimizer in one step."""
+REFRESH_STEPS = 256
+LEAST_APART = 1e-3
+ROUNDINGS = 2.0
+"""A gradient is off by no more than so many eps of its dtype: it is added up, unscaled and clipped in it."""
+OTHERS = 3
+"""Parameters whose gradient is another one from the first look on, before that is said."""
+Optimizer = torch.optim.Optimizer
+
+
+@dataclass
+class _Look:
+    """At one parameter, from the first backward of a step to its optimizer."""
+
+    name: str
+    parameter: Tensor
+    start: int  # of a stretch within its part of the tensor
+    handle: RemovableHandle | None = None
+    mark: tuple[int, int] | None = None  # of `.grad` before autograd added to it: address, and version
+    expected: Tensor | None = None  # float32 sample of what `.grad` is then; None: it is not known
+    there: Tensor | None = None  # float32 sample of what it was before
+
+
+@dataclass
+class _Known:
+    """Of one optimizer."""
+
+    parameters: list[tuple[str, Tensor]]
+    next: int = 0
+    refresh: int = REFRESH_STEPS  # steps until they are listed anew
+    turn: list[_Look] = field(default_factory=list)
+    rest: int = 0  # steps until the next turn
+    stepped_s: float = 0.0  # when its optimizer did
+
+
+class GradientArrival:
+    """Looks at the optimizers of one watch.
+
+    Args:
+        model: whose parameters have names.
+        guard: counts what goes wrong.
+    """
+
+    def __init__(self, model: nn.Module, guard: Guard) -> None:
+        self._model, self._guard = model, guard
+        self._known = ByOptimizer[_Known]()
+        self._right: set[str] = set()  # that arrived as they were given, once
+        self._other: set[str] = set()
+
+    def stop(self) -> None:
+        """Look no more, and leave nothing on the parameters."""
+        for known in self._known.values():
+            _let_go(known.turn)
+        self._known.clear()
+
+    def after(self, optimizer: Optimizer, *, looks: bool) -> None:
+        """It has stepped: whose turn it is in the step that begins, if the watch `looks` at it."""
+        known = self._known.get(id(optimizer))
+        if known is not None:
+            if known.turn:
+                _let_go(known.turn)
+                known.turn = []
+            known.refresh -= 1
+        if not looks or (shared := _is_shared()) or known is None or known.refresh <= 0:
+            if not looks or shared:
+                self._known.pop(id(optimizer), None)
+                return
+            names, first = dict(parameter_names(self._model)), 0 if known is None else known.next
+            held = [p for group in optimizer.param_groups for p in group["params"] if type(p) is nn.Parameter]
+            known = _Known([(names[id(p)], p) for p in held if id(p) in names], first)
+            self._known.put(optimizer, known)
+        now, last = perf_counter(), known.stepped_s
+        known.stepped_s = now
+        if known.rest > 0:
+            known.rest -= 1
+            return
+        known.rest = min(MAX_REST - 1, int(LOOK_S / max(COST_SHARE * (now - last), 1e-9)))
+        some, first = known.parameters, known.next
+        known.next += min(MAX_TURNS, -(-len(some) // STEPS_A_ROUND))
+        known.turn = [_Look(*some[i % len(some)], first) for i in range(first, known.next)]
+
+    def backward_begins(self) -> None:
+        """A backward of the model has come to its first watched module."""
+        for known in list(self._known.values()):
+            for look in known.turn:
+                if look.handle is None and look.parameter.requires_grad:
+                    look.handle = look.parameter.register_hook(partial(_see, self._guard, look))  # type: ignore[no-untyped-call]
+
+    @torch.no_grad()
+    def before(self, optimizer: Optimizer) -> dict[str, Any]:
+        """It is about to step: name -> how far off a gradient is, as a share of its norm, 0 where that is rounding; nothing
+        where it is known to be none."""
+        found: dict[str, Any] = {}
+        known = self._known.get(id(optimizer))
+        for look in () if known is None else known.turn:
+            if look.handle is None:
+                continue
+            look.handle.remove()
+            gradient, look.handle = look.parameter.grad, None
+            if gradient is None:
+                continue
+            # where what autograd gave last went elsewhere, nothing was added
+            expected = look.there if look.mark == (gradient.data_ptr(), gradient._version) else look.expected
+            got = None if expected is None else _sample(gradient, look.start)
+            if got is None or expected is None or got.device != expected.device or got.shape != expected.shape:
+                continue
+            if got.is_cpu and torch.equal(got, expected):
+                self._right.add(look.name)
+                continue
+            apart, flushed = _apart(got, expected, gradient.dtype)
+            if not apart.is_cpu or float(apart) >= 0:
+                found[GRADIENT_APART + look.name] = apart
+                found[GRADIENTS_FLUSHED] = torch.maximum(found.get(GRADIENTS_FLUSHED, flushed), flushed)
+        return found
+
+    def named(self, numbers: dict[str, float]) -> None:
+        """Numbers of a step that have arrived: what was right once and is wrong stays; of others only how many there are."""
+        for key in [n for n in numbers if n.startswith(GRADIENT_APART)]:
+            name, apart = key.removeprefix(GRADIENT_APART), numbers[key]
+            if apart == 0:
+                self._right.add(name)
+            if apart > 0 and name not in self._right:
+                self._other.add(name)
+                if len(self._other) >= OTHERS:
+                    numbers[GRADIENTS_OTHER] = float(len(self._other))
+            if not apart > 0 or name not in self._right:
+                del numbers[key]
+        if not any(n.startswith(GRADIENT_APART) for n in numbers):
+            numbers.pop(GRADIENTS_FLUSHED, None)
+
+
+def _is_shared() -> bool:
+    """Whether gradients may be those of several processes."""
+    distributed = torch.distributed
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+
+
+def _let_go(looks: list[_Look]) -> None:
+    for look in looks:
+        if look.handle is not None:
+            look.handle.remove()
+            look.handle = None
+
+
+def _see(guard: Guard, look: _Look, given: Tensor) -> None:
+    """Autograd is about to add to `.grad`. A second time in a step: another micro-batch, or a backward that went elsewhere."""
+    look.expected, look.there, before = None, None, look.parameter.grad
+    try:
+        with torch.no_grad():
+            if (sample := _sample(given, look.start)) is None:
+                return
+            if before is None:
+                look.mark, look.expected = None, sample.clone()
+                return
+            look.mark = before.data_ptr(), before._version
+            there = _sample(before, look.start)
+            if there is not None and there.shape == sample.shape and there.device == sample.device:
+                look.there, look.expected = there.clone(), there + sample
+    except Exception as error:  # noqa: BLE001 - training goes on, and the guard counts
+        guard.swallow("gradients", error)
+
+
+def _sample(x: Tensor, start: int) -> Tensor | None:
+    """Some elements where they lie, as float32; None where they cannot be read. [PIECES, WIDTH], or a smaller tensor's own shape"""
+    if type(x) is not Tensor or x.layout is not torch.strided or not x.is_contiguous() or not x.is_floating_point():
+        return None
+    if not (num := x.numel()) or torch._C._functorch.is_functorch_wrapped_tensor(x) or capturing(x):
+        return None
+    if num > SAMPLE:
+        part = num // PIECES
+        offset = x.storage_offset() + start * WIDTH * 5 % (part - WIDTH + 1)
+        x = x.as_strided((PIECES, WIDTH), (part, 1), offset)
+    return x.detach() if x.dtype is torch.float32 else x.float()
+
+
+def _apart(got: Tensor, expected: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """How far a gradient is from a multiple of what it was to be, as a share of its norm, and which share of its elements is 0
+    though it was given as something else, if these are the smallest of them. 0 where that is rounding or values were clipped; −1 where
+    nothing can be said. [] each"""
+    both = got.isfinite().all() & expected.isfinite().all()
+    of_got, of_expected = got.double(), expected.double()
+    energy, size = of_expected.square().sum(), of_got.norm()
+    times = (of_got * of_expected).sum() / energy
+    apart = torch.where(size > 0, (of_got - times * of_expected).norm() / size, torch.where(energy > 0, 1.0, -1.0))
+    apart = torch.where((size > 0) & (energy == 0), 1.0, apart)
+    given, sizes = expected != 0, expected.abs()
+    lost = (got == 0) & given
+    smallest = sizes.where(lost, 0.0).amax() <= sizes.where(given & ~lost, math.inf).amin()
+    flushed = lost.sum() / given.sum().clamp_min(1) * smallest
+    # one by one: what differs has one magnitude, the largest that there is, and was larger
+    limit = got.abs().amax()
+    other = (got - expected).abs() > 4 * torch.finfo(dtype).eps * sizes
+    clipped = (~other | ((got.abs() >= limit) & (sizes > limit) & (got * expected > 0))).all()
+    rounding = apart <= max(LEAST_APART, ROUNDINGS * torch.finfo(dtype).eps)
+    apart = torch.where(rounding | clipped, apart.clamp(max=0.0), apart)
+    return torch.where(both & (apart < math.inf), apart, -1.0), flushed.double()

@@ -1,0 +1,296 @@
+"""Gradients that arrive at the optimizer otherwise than backward gave them, and all that trainings do to gradients on the way."""
+
+from __future__ import annotations
+
+import copy
+import io
+from itertools import pairwise
+
+import pytest
+import torch
+from attach.stepped import OPTIMIZERS, Deep, adam, steps
+from torch import nn
+
+from fp8watch.session import gradient_arrival
+from fp8watch.session.gradient_arrival import GradientArrival
+from fp8watch_agent.guard import Guard
+from fp8watch_agent.update_names import GRADIENT_APART, GRADIENTS_FLUSHED, GRADIENTS_OTHER
+
+NEWS = (GRADIENT_APART, GRADIENTS_FLUSHED, GRADIENTS_OTHER)
+ROUND = 9
+"""Steps in which each parameter of `Deep` has its turn."""
+
+
+@pytest.fixture(autouse=True)
+def each_step(monkeypatch, request):
+    """A look takes a larger share of a step than is allowed, in models of this size."""
+    if "rest" not in request.node.name:
+        monkeypatch.setattr(gradient_arrival, "COST_SHARE", 1e9)
+
+
+def news(watch):
+    return [{k: v for k, v in logs.items() if k.startswith(NEWS)} for *_, logs, _ in watch._recorder.steps]
+
+
+def looked(watch):
+    """Parameters that were seen to arrive as they were given."""
+    return watch._scalars.standing.arrival._right
+
+
+def clipped(model, step):
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3 * (1 + step % 3))
+
+
+def cut(model, step):
+    torch.nn.utils.clip_grad_value_(model.parameters(), 2e-4 if step > ROUND else 1.0)
+
+
+def looks_at(model, step):
+    """What autograd gives goes elsewhere."""
+    torch.autograd.grad(model(torch.arange(32).view(2, 16)), list(model.parameters()))
+
+
+WAYS = {"as it is": None, "norm": clipped, "values": cut, "for a look": looks_at}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("micro", [1, 3])
+def test_what_trainings_do_to_gradients_says_nothing(attach, way, micro):
+    model = Deep(again=True)
+    watch = attach(model)
+    touch = WAYS[way]
+    steps(model, adam(model), 3 * ROUND, micro=micro, before=None if touch is None else lambda step: touch(model, step))
+    assert news(watch) == [{}] * 3 * ROUND
+    assert len(looked(watch)) == ROUND or way == "norm"
+    assert not watch.guard.errors
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_no_optimizer_is_told_something_else(attach, name):
+    model = Deep()
+    watch = attach(model)
+    steps(model, OPTIMIZERS[name](model), 2 * ROUND)
+    assert news(watch) == [{}] * 2 * ROUND
+    assert len(looked(watch)) == ROUND
+
+
+def test_a_penalty_on_weights_is_part_of_what_backward_gives(attach):
+    model = Deep()
+    watch, optimizer = attach(model), adam(model)
+    for step in range(3 * ROUND):
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+        loss = model(torch.randint(64, (4, 16)))
+        if step > ROUND:
+            loss = loss + 0.1 * sum(p.square().sum() for p in model.parameters())
+        loss.backward()
+        optimizer.step()
+    assert news(watch) == [{}] * 3 * ROUND
+    assert len(looked(watch)) == ROUND
+
+
+def test_gradients_that_are_taken_uphill_count_from_where_they_are_cleared(attach):
+    model = Deep()
+    watch, optimizer = attach(model), adam(model)
+    for step in range(2 * ROUND):
+        for part in range(2):
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
+            model(torch.randint(64, (4, 16), generator=torch.Generator().manual_seed(step))).backward()
+            if part == 0:
+                with torch.no_grad():
+                    for p in model.parameters():
+                        p.add_(p.grad, alpha=1e-3)
+        optimizer.step()
+    assert news(watch) == [{}] * 2 * ROUND
+    assert len(looked(watch)) == ROUND
+
+
+def test_a_scaler_unscales_and_skips(attach):
+    model = Deep()
+    watch, optimizer = attach(model), adam(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+    for step in range(2 * ROUND):
+        optimizer.zero_grad()
+        loss = model(torch.randint(64, (4, 16))) * (float("inf") if step == 4 else 1.0)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        clipped(model, step)
+        scaler.step(optimizer)
+        scaler.update()
+    assert not any(news(watch))
+    assert not watch.guard.errors
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_micro_batches_in_two_bytes_are_rounded(attach, dtype):
+    model = Deep().to(dtype)
+    watch = attach(model)
+    steps(model, adam(model, eps=1e-4), 2 * ROUND, micro=8, before=lambda step: clipped(model, step))
+    assert news(watch) == [{}] * 2 * ROUND
+
+
+def lost(model, kept):
+    """Only the last micro-batch is left."""
+    for p, was in zip(model.parameters(), kept, strict=True):
+        p.grad.sub_(was)
+
+
+def overwritten(model, _):
+    a, b = model.layers[0].weight.grad, model.layers[3].weight.grad
+    a.view(-1)[1000:2000] = b.view(-1)[1000:2000]
+
+
+def flushed(model, _):
+    for p in model.parameters():
+        p.grad.masked_fill_(p.grad.abs() < p.grad.abs().mean(), 0.0)
+
+
+def noisy(model, _):
+    for p in model.parameters():
+        p.grad.add_(torch.randn_like(p.grad), alpha=float(p.grad.std()))
+
+
+@pytest.mark.parametrize("fault", [lost, overwritten, flushed, noisy])
+def test_another_gradient_than_backward_gave_is_told_with_its_parameter(attach, fault):
+    model = Deep()
+    watch, optimizer = attach(model), adam(model)
+    begins = 2 * ROUND
+    for step in range(4 * ROUND):
+        optimizer.zero_grad()
+        model(torch.randint(64, (4, 16))).backward()
+        kept = [p.grad.clone() for p in model.parameters()]
+        model(torch.randint(64, (4, 16))).backward()
+        if step >= begins:
+            fault(model, kept)
+        clipped(model, step)
+        optimizer.step()
+    said = news(watch)
+    assert said[:begins] == [{}] * begins
+    names = {k.removeprefix(GRADIENT_APART) for s in said for k in s if k.startswith(GRADIENT_APART)}
+    assert names == ({"layers.0.weight"} if fault is overwritten else {n for n, _ in model.named_parameters()})
+    off = [v for s in said for k, v in s.items() if k.startswith(GRADIENT_APART)]
+    assert min(off) > 0.05
+    assert (max(s.get(GRADIENTS_FLUSHED, 0.0) for s in said) > 0.3) == (fault is flushed)
+    if fault is not overwritten:
+        assert GRADIENT_APART in str(said[begins])  # in the first such step
+    assert not any(GRADIENTS_OTHER in s for s in said)
+
+
+def test_what_was_another_one_from_the_first_look_on_is_counted_and_not_named(attach):
+    model = Deep()
+    watch = attach(model)
+    steps(model, adam(model), 2 * ROUND, before=lambda _: noisy(model, None))
+    said = [s.get(GRADIENTS_OTHER) for s in news(watch)]
+    assert [n for n in said if n is not None][:3] == [3.0, 4.0, 5.0]
+    assert not any(GRADIENT_APART in str(s) for s in news(watch))
+
+
+def test_a_gradient_that_is_lost_whole_is_told(attach):
+    model = Deep()
+    watch = attach(model)
+    steps(model, adam(model), ROUND)
+    steps(model, adam(model), ROUND, first=ROUND, before=lambda _: [p.grad.zero_() for p in model.parameters()])
+    assert any(v == 1 for s in news(watch)[ROUND:] for k, v in s.items() if k.startswith(GRADIENT_APART))
+
+
+def test_gradients_of_several_processes_are_not_looked_at(attach, monkeypatch):
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    model = Deep()
+    arrival = GradientArrival(model, Guard())
+    optimizer = adam(model)
+    arrival.after(optimizer, looks=True)
+    arrival.backward_begins()
+    assert not any(p._backward_hooks for p in model.parameters())
+
+
+def test_between_two_steps_no_parameter_has_a_hook_and_numbers_stay(attach):
+    ends = []
+    for watched in (True, False):
+        model = Deep()
+        watch, optimizer = attach(model) if watched else attach(model, overhead_budget=None), adam(model)
+        if not watched:
+            watch._scalars.standing.arrival.stop()
+            watch._scalars.standing.arrival = None
+        for step in range(ROUND):
+            steps(model, optimizer, 1, first=step, micro=2)
+            assert not any(p._backward_hooks for p in model.parameters())
+            copy.deepcopy(model)
+            torch.save(model.state_dict(), io.BytesIO())
+        watch.detach()
+        ends.append([p.detach().clone() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
+
+
+def test_a_watch_that_is_let_go_in_a_backward_leaves_no_hook(attach):
+    model = Deep()
+    watch, optimizer = attach(model), adam(model)
+    steps(model, optimizer, 3)
+    model(torch.randint(64, (4, 16))).backward()
+    assert any(p._backward_hooks for p in model.parameters())
+    watch.detach()
+    assert not any(p._backward_hooks for p in model.parameters())
+
+
+def test_a_large_model_has_several_turns_a_step(monkeypatch):
+    monkeypatch.setattr(gradient_arrival, "STEPS_A_ROUND", 4)
+    model = Deep()
+    arrival, optimizer = GradientArrival(model, Guard()), adam(model)
+    seen = []
+    for _ in range(4):
+        arrival.after(optimizer, looks=True)
+        arrival.backward_begins()
+        seen.append({n for n, p in model.named_parameters() if p._backward_hooks})
+        arrival.before(optimizer)
+    assert [len(s) for s in seen] == [3] * 4
+    assert len(set.union(*seen)) == ROUND
+    arrival.after(optimizer, looks=False)
+    arrival.backward_begins()
+    assert not any(p._backward_hooks for p in model.parameters())
+
+
+@pytest.mark.parametrize(("step_s", "apart"), [(1.0, 1), (0.15, 2), (0.07, 3), (0.001, 4)])
+def test_turns_rest_where_a_look_is_much_beside_a_step(monkeypatch, step_s, apart):
+    clock = iter(range(1000))
+    monkeypatch.setattr(gradient_arrival, "perf_counter", lambda: next(clock) * step_s)
+    model = Deep()
+    arrival, optimizer, turns = GradientArrival(model, Guard()), adam(model), []
+    for step in range(20):
+        arrival.after(optimizer, looks=True)
+        arrival.backward_begins()
+        if any(p._backward_hooks for p in model.parameters()):
+            turns.append(step)
+    assert [b - a for a, b in pairwise(turns[1:])] == [apart] * len(turns[2:])
+
+
+def test_nothing_waits_for_a_device():
+    model = Deep().to("meta")  # what asks one of its tensors for its value raises
+    arrival, optimizer = GradientArrival(model, Guard()), adam(model)
+    found = {}
+    for _ in range(ROUND):
+        arrival.after(optimizer, looks=True)
+        for p in model.parameters():
+            p.grad = None
+        arrival.backward_begins()
+        model(torch.zeros((4, 16), dtype=torch.int64, device="meta")).backward()
+        found |= arrival.before(optimizer)
+    assert len([k for k in found if k.startswith(GRADIENT_APART)]) == ROUND
+    assert all(v.is_meta for v in found.values())
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch traces its own
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
+def test_compiled_code_is_not_compiled_again_for_it(attach):
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    watch, optimizer = attach(model), adam(model)
+    compiled = torch.compile(model, backend="aot_eager")
+    for step in range(8):
+        if step == 3:
+            torch._dynamo.utils.counters.clear()
+        optimizer.zero_grad()
+        compiled(torch.randn(8, 64)).square().mean().backward()
+        optimizer.step()
+    assert not torch._dynamo.utils.counters["stats"].get("unique_graphs")
+    assert not any(news(watch))
+    assert len(looked(watch)) == 4
