@@ -188,6 +188,20 @@ OF_TRAINING = [
         f"{SETUP}::test_clipping_that_stops_is_told_in_its_third_step_with_the_first",
     ),
     Bug(
+        "weights that were written from the start",
+        "optimizer_state:OptimizerState._weights",
+        "self._telling = self._num_steps > FROM_THE_START",
+        "self._telling = True",
+        f"{SETUP}::test_weights_that_were_written_from_the_start_are_written_on_purpose",
+    ),
+    Bug(
+        "weights that are written now and then",
+        "optimizer_state:OptimizerState._weights",
+        "elif step - last > STAYS_STEPS:",
+        "elif False:",
+        f"{SETUP}::test_weights_that_are_written_for_the_first_time_are_information",
+    ),
+    Bug(
         "second moments that are 0",
         "optimizer_state:OptimizerState.observe",
         "if zeros is not None:",

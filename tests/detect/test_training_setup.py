@@ -19,6 +19,7 @@ from fp8watch_agent.training_names import (
     SECOND_ZERO,
     SEES_AHEAD,
     WEIGHTS_CHANGED,
+    WEIGHTS_LOOKED,
 )
 from fp8watch_server.incidents.explain import explain
 
@@ -65,6 +66,40 @@ def test_moments_that_change_alone_are_told_in_their_step() -> None:
 def test_moments_that_come_with_their_weights_were_loaded() -> None:
     t = made()
     changed(t, AT, weights=7)
+    assert incidents(t) == []
+
+
+def written(t: Trace, *steps: int, weights: float = 7) -> None:
+    t.logs[WEIGHTS_CHANGED], t.logs[WEIGHTS_LOOKED], t.logs[MOMENTS_CHANGED] = (
+        np.full(STEPS, np.nan) for _ in range(3)
+    )
+    t.logs[WEIGHTS_CHANGED][list(steps)], t.logs[WEIGHTS_LOOKED][list(steps)] = weights, 12
+    t.logs[MOMENTS_CHANGED][list(steps)] = 0
+
+
+def test_weights_that_are_written_for_the_first_time_are_information() -> None:
+    t = made()
+    written(t, AT, AT + 9, AT + 18)  # averages that stay in place, now and then
+    [incident] = incidents(t)
+    assert (incident.mode, incident.severity, incident.first.step, incident.last_step) == (
+        "silent-data-corruption", "info", AT, AT,
+    )  # fmt: skip
+    told = explain(incident.named, t.facts)
+    assert told.title == f"Weights were written before step {AT} while no optimizer ran: 7 of 12"
+    assert "FP8 is not the cause" in told.cause
+    assert "averages" in told.fix[0]["text"]
+
+
+def test_weights_that_are_written_in_each_step_from_one_on_are_one_incident() -> None:
+    t = made()
+    written(t, *range(AT, AT + 12))
+    [incident] = incidents(t)
+    assert (incident.first.step, incident.last_step) == (AT, AT + 11)
+
+
+def test_weights_that_were_written_from_the_start_are_written_on_purpose() -> None:
+    t = made()
+    written(t, *range(9, STEPS, 10))
     assert incidents(t) == []
 
 

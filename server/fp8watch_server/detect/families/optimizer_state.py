@@ -1,11 +1,12 @@
-"""Moments that did not stand still between two steps of their optimizer: mode 15, silent-data-corruption; and second moments that are
-0, where Adam divides by them: mode 13, optimizer-divergence.
+"""Moments, or weights, that did not stand still between two steps of their optimizer: mode 15, silent-data-corruption; and second
+moments that are 0, where Adam divides by them: mode 13, optimizer-divergence.
 
 Shapes:     tensors that changed, of those that were looked at, per step and rank -> at most one finding
 Thread:     detect worker
 
 No threshold: between two of its steps nobody else writes into an optimizer's moments. Where the weights changed with them, a
 checkpoint was loaded, and that is no failure. Where it happens again and again, the trainer does it on purpose, and it is told once.
+Weights alone are written by trainers as well, by averages, clamps and pruning: that it begins in a run that did without is information.
 """
 
 from __future__ import annotations
@@ -22,12 +23,16 @@ from fp8watch_agent.training_names import (
     SECOND_LOOKED,
     SECOND_ZERO,
     WEIGHTS_CHANGED,
+    WEIGHTS_LOOKED,
 )
 from fp8watch_server.detect.context import Context
 from fp8watch_server.detect.detector import Detector
 from fp8watch_server.detect.finding import Evidence, Finding
 
 REPEAT_STEPS = 200
+FROM_THE_START = 24
+"""Steps of a run. Weights that others than the optimizer wrote before are written on purpose."""
+STAYS_STEPS = 5
 ZERO_SHARE = 0.01
 """Of second moments whose first moment is not 0: in float32 none is."""
 
@@ -40,6 +45,11 @@ class OptimizerState(Detector):
 
     def __init__(self, num_sites: int = 0) -> None:
         self._told = self._told_zero = -1
+        self._num_steps = 0
+        self._written, self._telling = (
+            -1,
+            False,
+        )  # the last step before which weights were; whether that is what is told
 
     def grow(self, num_sites: int) -> None:
         """Not by site."""
@@ -53,9 +63,12 @@ class OptimizerState(Detector):
 
     def observe(self, ctx: Context) -> list[Finding]:
         """Judge one step."""
+        self._num_steps += 1
         zeros = self._zeros(ctx)
         if zeros is not None:
             return zeros
+        if (written := self._weights(ctx)) is not None:
+            return written
         hit = [
             (view.rank, logs)
             for view in ctx.now.views
@@ -81,6 +94,35 @@ class OptimizerState(Detector):
             ctx.now.finding(
                 "silent-data-corruption", "warning", np.array(weights, dtype=np.int64), evidence, "shared", kind="moments", first=name, changed=changed,
                 looked=looked, rank=rank, not_before=ctx.now.step,
+            )
+        ]  # fmt: skip
+
+    def _weights(self, ctx: Context) -> list[Finding] | None:
+        """Weights that were written while no optimizer ran, and moments that were not; None where there are none."""
+        hit = [
+            (view.rank, logs)
+            for view in ctx.now.views
+            if (logs := view.logs()).get(WEIGHTS_CHANGED) and not logs.get(MOMENTS_CHANGED)
+        ]
+        if not hit:
+            return None
+        step = ctx.now.step
+        last, self._written = self._written, step
+        if last < 0:
+            self._telling = self._num_steps > FROM_THE_START
+        elif step - last > STAYS_STEPS:
+            self._telling = False  # it was told, or is done on purpose
+        if not self._telling:
+            return None
+        rank, logs = hit[0]
+        changed, looked = int(logs[WEIGHTS_CHANGED]), int(logs.get(WEIGHTS_LOOKED, 0))
+        evidence = [Evidence("weights_changed", changed, 0, f"of {looked} looked at", step)]
+        if len(ctx.now.ranks) > 1:
+            evidence.append(Evidence("ranks", len(hit), None, f"of {len(ctx.now.ranks)}", step))
+        return [
+            ctx.now.finding(
+                "silent-data-corruption", "info", np.array([], dtype=np.int64), evidence, "shared", kind="weights-written",
+                changed=changed, looked=looked, rank=rank, not_before=step,
             )
         ]  # fmt: skip
 

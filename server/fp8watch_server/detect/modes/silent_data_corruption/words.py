@@ -14,6 +14,8 @@ def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
         return update_words.words(f)
     if f.extra.get("kind") == "moments":
         return _of_moments(f)
+    if f.extra.get("kind") == "weights-written":
+        return _of_written(f)
     module = s.module if s else "a tensor"
     if f.extra.get("kind") == "zeros":
         return _of_zeros(f, module)
@@ -84,6 +86,17 @@ def _of_moments(f: Finding) -> tuple[str, str]:
     )
 
 
+def _of_written(f: Finding) -> tuple[str, str]:
+    changed, looked = f.extra.get("changed"), f.extra.get("looked")
+    some = "all" if changed == looked else f"{changed}"
+    return (
+        f"Weights were written before step {f.step} while no optimizer ran: {some} of {looked}",
+        f"Some elements of each of {looked} weights are held against what the optimizer left behind its step before: those of {some} are others at step {f.step}, and no "
+        "moment is. It is the first time in this run. An average that is put in the place of weights and left there, a load of weights alone, clamping and pruning do this, and "
+        "masters that are put together wrongly, or memory that changed by itself. FP8 is not the cause: weights are not changed by its recipe.",
+    )
+
+
 def fixes(p: Place) -> list[Fix]:
     """What to change, most likely first."""
     if update_words.is_one(kind := p.extra.get("kind", "")):
@@ -93,6 +106,11 @@ def fixes(p: Place) -> list[Fix]:
             Fix("code", "Look at what runs between two optimizer steps there: load_state_dict, a rollback, a hook that writes into optimizer.state."),
             Fix("code", "Load weights and optimizer state from one checkpoint, both or neither."),
             Fix("hardware", "Where nothing of it runs: drain the node of that rank, and test its memory."),
+        ]  # fmt: skip
+    if p.extra.get("kind") == "weights-written":
+        return [
+            Fix("code", "Look at what runs between two optimizer steps there: an evaluation that swaps averages in and does not swap them out, a hook, a callback, a gather or an offload."),
+            Fix("code", "If it is meant (averages that are written back, clamping, pruning): nothing."),
         ]  # fmt: skip
     if p.extra.get("kind") == "zeros":
         return [
