@@ -71,3 +71,9 @@ GRADIENTS_FLUSHED = f"{OPTIMIZER}gradients_flushed"
 
 GRADIENTS_OTHER = f"{OPTIMIZER}gradients_other"
 """Parameters whose gradient arrives otherwise than backward gives it from the first look on, so far."""
+
+GRADIENTS_NORMAL = f"{OPTIMIZER}gradients_normal"
+"""How many of those that are named differ by what is distributed as normal noise, alike where gradients are small and large."""
+
+GRADIENTS_FEW = f"{OPTIMIZER}gradients_few"
+"""How many of those that are named have too few elements to say so."""

@@ -31,7 +31,13 @@ from fp8watch.layers.operand_check import capturing
 from fp8watch.session.by_optimizer import ByOptimizer
 from fp8watch.session.tensor_places import parameter_names
 from fp8watch_agent.guard import Guard
-from fp8watch_agent.update_names import GRADIENT_APART, GRADIENTS_FLUSHED, GRADIENTS_OTHER
+from fp8watch_agent.update_names import (
+    GRADIENT_APART,
+    GRADIENTS_FEW,
+    GRADIENTS_FLUSHED,
+    GRADIENTS_NORMAL,
+    GRADIENTS_OTHER,
+)
 
 PIECES, WIDTH = 16, 128
 """Stretches of neighbouring elements, evenly over the tensor: a sixteenth of it that is wrong is in every sample."""
@@ -46,6 +52,11 @@ REFRESH_STEPS = 256
 LEAST_APART = 1e-3
 ROUNDINGS = 2.0
 """A gradient is off by no more than so many eps of its dtype: it is added up, unscaled and clipped in it."""
+NORMAL_ELEMENTS = 256
+"""Fewer do not tell normal noise from anything else."""
+NORMAL_KURTOSIS, NORMAL_ALIKE = 0.5, 0.15
+"""How far from 3, and correlation of squares with those of the gradient: at 2,048 elements five deviations of chance. Products of activations and
+gradients differ in size from row to row and from column to column."""
 OTHERS = 3
 """Parameters whose gradient is another one from the first look on, before that is said."""
 Optimizer = torch.optim.Optimizer
@@ -150,10 +161,13 @@ class GradientArrival:
             if got.is_cpu and torch.equal(got, expected):
                 self._right.add(look.name)
                 continue
-            apart, flushed = _apart(got, expected, gradient.dtype)
+            apart, flushed, normal = _apart(got, expected, gradient.dtype)
             if not apart.is_cpu or float(apart) >= 0:
+                few = got.numel() < NORMAL_ELEMENTS
                 found[GRADIENT_APART + look.name] = apart
                 found[GRADIENTS_FLUSHED] = torch.maximum(found.get(GRADIENTS_FLUSHED, flushed), flushed)
+                found[GRADIENTS_NORMAL] = found.get(GRADIENTS_NORMAL, 0) + (0 if few else normal)
+                found[GRADIENTS_FEW] = found.get(GRADIENTS_FEW, 0) + few
         return found
 
     def named(self, numbers: dict[str, float]) -> None:
@@ -168,8 +182,10 @@ class GradientArrival:
                     numbers[GRADIENTS_OTHER] = float(len(self._other))
             if not apart > 0 or name not in self._right:
                 del numbers[key]
-        if not any(n.startswith(GRADIENT_APART) for n in numbers):
-            numbers.pop(GRADIENTS_FLUSHED, None)
+        named = any(n.startswith(GRADIENT_APART) for n in numbers)
+        for key in (GRADIENTS_FLUSHED, GRADIENTS_NORMAL, GRADIENTS_FEW):
+            if not named or not numbers.get(key):
+                numbers.pop(key, None)
 
 
 def _is_shared() -> bool:
@@ -216,15 +232,15 @@ def _sample(x: Tensor, start: int) -> Tensor | None:
     return x.detach() if x.dtype is torch.float32 else x.float()
 
 
-def _apart(got: Tensor, expected: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """How far a gradient is from a multiple of what it was to be, as a share of its norm, and which share of its elements is 0
-    though it was given as something else, if these are the smallest of them. 0 where that is rounding or values were clipped; −1 where
-    nothing can be said. [] each"""
+def _apart(got: Tensor, expected: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """How far a gradient is from a multiple of what it was to be, as a share of its norm; which share of its elements is 0 though
+    it was given as something else, if these are the smallest of them; and whether the difference is distributed as normal noise is. The
+    first is 0 where it is rounding or values were clipped, −1 where nothing can be said. [] each"""
     both = got.isfinite().all() & expected.isfinite().all()
     of_got, of_expected = got.double(), expected.double()
     energy, size = of_expected.square().sum(), of_got.norm()
-    times = (of_got * of_expected).sum() / energy
-    apart = torch.where(size > 0, (of_got - times * of_expected).norm() / size, torch.where(energy > 0, 1.0, -1.0))
+    wrong = of_got - (of_got * of_expected).sum() / energy * of_expected
+    apart = torch.where(size > 0, wrong.norm() / size, torch.where(energy > 0, 1.0, -1.0))
     apart = torch.where((size > 0) & (energy == 0), 1.0, apart)
     given, sizes = expected != 0, expected.abs()
     lost = (got == 0) & given
@@ -236,4 +252,14 @@ def _apart(got: Tensor, expected: Tensor, dtype: torch.dtype) -> tuple[Tensor, T
     clipped = (~other | ((got.abs() >= limit) & (sizes > limit) & (got * expected > 0))).all()
     rounding = apart <= max(LEAST_APART, ROUNDINGS * torch.finfo(dtype).eps)
     apart = torch.where(rounding | clipped, apart.clamp(max=0.0), apart)
-    return torch.where(both & (apart < math.inf), apart, -1.0), flushed.double()
+    normal = _is_normal(wrong, of_expected) * ~lost.any()
+    return torch.where(both & (apart < math.inf), apart, -1.0), flushed.double(), normal
+
+
+def _is_normal(wrong: Tensor, expected: Tensor) -> Tensor:
+    """Whether a difference is distributed as normal noise, and is as large where the gradient is small. [] float64"""
+    of_wrong, of_expected = wrong.square(), expected.square()
+    kurtosis = of_wrong.square().mean() / of_wrong.mean().square()
+    a, b = of_wrong - of_wrong.mean(), of_expected - of_expected.mean()
+    alike = (a * b).sum().abs() <= NORMAL_ALIKE * a.norm() * b.norm()
+    return ((kurtosis - 3.0).abs() <= NORMAL_KURTOSIS).logical_and(alike).double()

@@ -14,9 +14,15 @@ from torch import nn
 from fp8watch.session import gradient_arrival
 from fp8watch.session.gradient_arrival import GradientArrival
 from fp8watch_agent.guard import Guard
-from fp8watch_agent.update_names import GRADIENT_APART, GRADIENTS_FLUSHED, GRADIENTS_OTHER
+from fp8watch_agent.update_names import (
+    GRADIENT_APART,
+    GRADIENTS_FEW,
+    GRADIENTS_FLUSHED,
+    GRADIENTS_NORMAL,
+    GRADIENTS_OTHER,
+)
 
-NEWS = (GRADIENT_APART, GRADIENTS_FLUSHED, GRADIENTS_OTHER)
+NEWS = (GRADIENT_APART, GRADIENTS_FLUSHED, GRADIENTS_OTHER, GRADIENTS_NORMAL, GRADIENTS_FEW)
 ROUND = 9
 """Steps in which each parameter of `Deep` has its turn."""
 
@@ -170,6 +176,10 @@ def test_another_gradient_than_backward_gave_is_told_with_its_parameter(attach, 
     off = [v for s in said for k, v in s.items() if k.startswith(GRADIENT_APART)]
     assert min(off) > 0.05
     assert (max(s.get(GRADIENTS_FLUSHED, 0.0) for s in said) > 0.3) == (fault is flushed)
+    large = {f"{GRADIENT_APART}{n}" for n, p in model.named_parameters() if p.numel() >= 256}
+    normal = [s.get(GRADIENTS_NORMAL) for s in said if large & set(s)]
+    assert normal == [1.0 if fault is noisy else None] * len(normal)
+    assert all(s.get(GRADIENTS_FEW) == (None if large & set(s) else 1.0) for s in said if GRADIENT_APART in str(s))
     if fault is not overwritten:
         assert GRADIENT_APART in str(said[begins])  # in the first such step
     assert not any(GRADIENTS_OTHER in s for s in said)
@@ -274,7 +284,7 @@ def test_nothing_waits_for_a_device():
         model(torch.zeros((4, 16), dtype=torch.int64, device="meta")).backward()
         found |= arrival.before(optimizer)
     assert len([k for k in found if k.startswith(GRADIENT_APART)]) == ROUND
-    assert all(v.is_meta for v in found.values())
+    assert all(v.is_meta for v in found.values() if isinstance(v, torch.Tensor))
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch traces its own

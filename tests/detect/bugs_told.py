@@ -104,9 +104,16 @@ TOLD_BY_CAUSE = [
     Bug(
         "a loss that scatters by a factor is held against its factors",
         "loss_jump:LossJumps._begins",
-        " or loss - usual <= _of_skewed(ctx.base.loss, usual)",
+        " or loss - usual <= _of_skewed(ctx.base.loss.ordered()[0], usual)",
         "",
         f"{TOLD}::test_a_loss_that_scatters_by_a_factor_has_no_bad_batch",
+    ),
+    Bug(
+        "a loss that scatters by a factor and stays up by less than its jumps",
+        "bad_batch.level:LossLevel.observe",
+        "self._waits = (usual, level, began, num_last, ctx.now.step + WAIT_STEPS)",
+        "",
+        f"{TOLD}::test_a_loss_that_scatters_by_a_factor_and_stays_up_is_told",
     ),
     Bug(
         "tiles below the range of a scale say nothing of the quantiser",

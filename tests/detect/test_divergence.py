@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from detect.healthy_run import Run
 
+from fp8watch_server.detect import statistics
 from fp8watch_server.detect.engine import DetectionEngine
 from fp8watch_server.detect.finding import Finding
 
@@ -128,7 +129,12 @@ def test_after_a_jump_of_the_lr_no_weight_is_called_corrupted(seed: int) -> None
     assert "silent-data-corruption" not in moved_by(140, lambda step, rng: rng.normal(0, 0.12, 14), seed)
 
 
-def test_a_weight_that_stays_where_it_is_while_all_others_leap_is_not_corrupted() -> None:
+def test_a_weight_that_stays_where_it_is_while_all_others_leap_is_not_corrupted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        statistics, "explains", lambda *_: False
+    )  # that all others leaped is told, and takes the rest in
     stays = np.r_[0.06, np.full(13, 0.4)]
     assert "silent-data-corruption" not in moved_by(128, lambda step, rng: stays * (step == 122), 0)
     leaps = np.r_[0.4, np.full(13, 0.0)]

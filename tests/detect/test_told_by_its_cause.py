@@ -193,6 +193,25 @@ def test_a_loss_that_scatters_by_a_factor_has_no_bad_batch() -> None:
     assert [i.mode for i in told(t)] == ["bad-batch"]
 
 
+SCATTERED = [
+    2.85, 2.57, 2.61, 2.69, 2.37, 2.39, 2.31, 2.27, 2.22, 2.17, 2.1, 1.9, 1.75, 1.78, 1.46, 1.66, 1.45, 1.34, 1.28, 1.03,
+    1.13, 1.3, 0.94, 0.96, 0.97, 0.94, 0.69, 0.67, 0.57, 0.6, 0.54, 0.54, 0.67, 0.5, 0.35, 0.63, 0.51, 0.4, 0.43, 0.52,
+    0.47, 0.39, 0.42, 0.61, 0.43, 0.33, 0.45, 0.39, 0.4, 0.66, 0.36, 0.28, 0.57, 0.7, 0.24, 0.38, 0.26, 0.27, 0.26, 0.19,
+    0.54, 0.31, 0.27, 0.28, 0.45, 0.38, 0.2, 0.14, 0.41, 0.38, 0.19, 0.38, 0.3, 0.22, 0.19, 0.25, 0.25, 0.14, 0.34, 0.36,
+    0.17, 0.17, 0.43, 0.14, 0.2, 1.29, 1.72, 0.89, 1.68, 1.92, 1.62, 1.41, 2.54, 1.37, 1.9, 1.07, 1.12, 1.98, 1.83, 1.85,
+    2.55, 1.32, 1.6, 1.33, 1.87, 1.36, 1.55, 1.49, 1.99, 1.36, 1.27, 1.26,
+]  # fmt: skip
+"""Losses of a Swin on digits, whose pixels change places from step 85 on."""
+
+
+def test_a_loss_that_scatters_by_a_factor_and_stays_up_is_told() -> None:
+    t = healthy(3, len(SCATTERED))
+    t.steps["loss"] = SCATTERED
+    [incident] = told(t)
+    assert (incident.mode, incident.severity, incident.first.onset) == ("bad-batch", "info", 85)
+    assert explain(incident.named, t.facts).title == "The loss rose by 415 % at step 85 and stays: 0.2871 → 1.478"
+
+
 def test_tiles_below_the_range_of_a_scale_are_no_fault_of_the_quantiser() -> None:
     t = healthy(3, STEPS)
     rows = t.mask(FC2, "input")

@@ -31,6 +31,7 @@ from fp8watch_agent.update_names import (
     UPDATES_LOOKED,
     UPDATES_LOST,
 )
+from fp8watch_server.detect.engine import DetectionEngine
 from fp8watch_server.detect.families.weight_updates import REPEAT_STEPS
 from fp8watch_server.detect.modes import MODE_BY_SLUG
 from fp8watch_server.incidents.explain import explain
@@ -96,7 +97,7 @@ TOLD = {
     ),
     "apart": (
         {f"{GRADIENT_APART}{{}}.weight": at(AT, value=0.34), f"{GRADIENT_APART}elsewhere.bias": at(AT, value=0.2)},
-        "silent-data-corruption", f"The optimizer gets another gradient of {{}}.weight than backward gave, since step {AT}", "micro-batch",
+        "silent-data-corruption", f"The optimizer gets another gradient of {{}}.weight and 1 more than backward gave, since step {AT}", "micro-batch",
     ),
     "flushed": (
         {f"{GRADIENT_APART}{{}}.weight": at(AT, value=0.01), GRADIENTS_FLUSHED: at(AT, value=0.25)},
@@ -179,6 +180,38 @@ def test_a_learning_rate_below_zero_is_told_with_its_step_and_value() -> None:
     assert told.title == f"The learning rate is below zero since step {AT}: -2e-06"
     assert "FP8 is not the cause" in told.cause
     assert "LambdaLR" in told.fix[0]["text"]
+
+
+@pytest.mark.parametrize("flushed", [np.nan, 0.3], ids=["apart", "flushed"])
+def test_gradients_of_others_that_arrive_otherwise_later_are_of_one_incident(flushed: float) -> None:
+    t = made()
+    logs = {GRADIENTS_FLUSHED: at(AT)} | {
+        f"{GRADIENT_APART}{name}": at(step, value=0.5)
+        for name, step in ((f"{module(t)}.weight", AT), ("b.weight", AT + 4), ("c.bias", AT + 9), ("d.weight", AT + 21))
+    }
+    logs[GRADIENTS_FLUSHED][AT] = flushed
+    [incident] = incidents(t, logs)
+    assert incident.mode == ("silent-data-corruption" if np.isnan(flushed) else "gradient-underflow")
+    assert (incident.severity, incident.first.onset, incident.last_step) == ("warning", AT, AT + 21)
+    told = explain(incident.named, t.facts)
+    assert f"{module(t)}.weight" in told.title
+
+
+def test_what_arrives_otherwise_goes_on_behind_a_restart_of_the_collector() -> None:
+    t = made()
+    t.logs.update(
+        {f"{GRADIENT_APART}{n}.weight": at(s, value=0.5) for n, s in (("a", AT), ("b", AT + 10), ("c", AT + 20))}
+    )
+    t.absent_logs = True
+    one, two = DetectionEngine(t.facts), DetectionEngine(t.facts)
+    for i, batch in enumerate(t.batches()):
+        if i == (AT + 16) // 8:
+            two = DetectionEngine.load(one.dump(), t.facts)
+        if i >= (AT + 16) // 8:
+            assert repr(two.observe(batch)) == repr(one.observe(batch))
+        else:
+            one.observe(batch)
+    assert two.dump() == one.dump()
 
 
 @pytest.mark.parametrize(("logs", "mode"), [

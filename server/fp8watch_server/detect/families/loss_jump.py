@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from fp8watch_server.detect.baseline import MAD_TO_SIGMA, Baseline
+from fp8watch_server.detect.baseline import MAD_TO_SIGMA
 from fp8watch_server.detect.context import Context
 from fp8watch_server.detect.cross_rank_step import CrossRankStep
 from fp8watch_server.detect.detector import Detector
@@ -163,7 +164,7 @@ class LossJumps(Detector):
         usual = float(ctx.base.loss.median()[0])
         spread = float(ctx.base.loss.spread(SIGMA_FLOOR_SHARE * abs(usual))[0])
         far = max(ctx.limit.loss_jump_sigma * spread, ctx.limit.loss_jump_min * abs(usual))
-        if loss - usual <= far or loss - usual <= _of_skewed(ctx.base.loss, usual):
+        if loss - usual <= far or loss - usual <= _of_skewed(ctx.base.loss.ordered()[0], usual):
             self._left = False
             return None
         if self._left:
@@ -185,10 +186,10 @@ class LossJumps(Detector):
         )
 
 
-def _of_skewed(losses: Baseline, usual: float) -> float:
+def _of_skewed(losses: npt.NDArray[np.floating[Any]], usual: float) -> float:
     """How far above its median a loss lies in health that scatters by a factor, as one that is weighted by rows or by rewards does: the
     spread of such losses says little of the largest. Less than 6 σ where they scatter by less than a fifth."""
-    seen = losses.ordered()[0].astype(np.float64)
+    seen = losses.astype(np.float64)
     seen = seen[np.isfinite(seen)]
     if not len(seen) or not (seen > 0).all():
         return 0.0

@@ -43,13 +43,13 @@ class OptimizerState(Detector):
     modes = ("silent-data-corruption", "optimizer-divergence")
     between_samples = True
 
+    # a state that was saved before has none of these
+    _num_steps = 0
+    _written = -1  # the last step before which weights were
+    _telling = False  # whether that is what is told
+
     def __init__(self, num_sites: int = 0) -> None:
         self._told = self._told_zero = -1
-        self._num_steps = 0
-        self._written, self._telling = (
-            -1,
-            False,
-        )  # the last step before which weights were; whether that is what is told
 
     def grow(self, num_sites: int) -> None:
         """Not by site."""

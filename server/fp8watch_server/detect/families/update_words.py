@@ -33,17 +33,25 @@ def words(f: Finding) -> tuple[str, str]:
             f"At step {at} the learning rate was {number(evidence(f, 'lr'))}: every update moves the weights up their gradient. As a rule a schedule runs on behind its "
             f"last step, as a linear or a polynomial one does that was made for fewer steps. {_INNOCENT}",
         )
+    more = _and_more(f)
     if kind == "gradient-apart":
         return (
-            f"The optimizer gets another gradient of {first} than backward gave, since step {at}",
-            f"At step {at} what the optimizer stepped on differed from what backward had added up in .grad of {first}, by {_percent(evidence(f, 'gradient_apart'))} of its norm, "
+            f"The optimizer gets another gradient of {first}{more} than backward gave, since step {at}",
+            f"At step {f.step} what the optimizer stepped on differed from what backward had added up in .grad, by {_percent(evidence(f, 'gradient_apart'))} of the norm of {_named(f, first)}, "
             "whatever number it may be multiplied by; at an earlier look it did not. Between the two a micro-batch was lost, another tensor wrote into the buffer, or something "
             f"changes gradients since then. A few parameters are looked at in each step, one after the other: it may have begun earlier, and concern more. {_INNOCENT}",
+        )
+    if kind == "gradient-noise":
+        return (
+            f"Noise is added to gradients since step {at}",
+            f"At step {f.step} what the optimizer stepped on differed from what backward had added up in .grad, by {_percent(evidence(f, 'gradient_apart'))} of the norm of {_named(f, first)}; at an earlier look "
+            "it did not. The difference is distributed as normal noise is, and as large where the gradient is small: training adds it, as a rule. If nothing of yours does, gradients are wrong. "
+            f"{_INNOCENT}",
         )
     if kind == "gradients-flushed":
         return (
             f"{_percent(evidence(f, 'gradients_flushed'))} of the gradient of {first} is 0 when it arrives at the optimizer, since step {at}",
-            f"Backward gave these elements of {first} as something else: they became 0 on the way, at step {at}, and at an earlier look did not. What is summed or divided in a "
+            f"Backward gave these elements as something else: they became 0 on the way, at step {f.step} in {_named(f, first)}, and at an earlier look did not. What is summed or divided in a "
             "format of few exponents, and compression, do that to small ones; so does a mask. A few parameters are looked at in each step, one after the other: it may have begun earlier, "
             f"and concern more. {_INNOCENT}",
         )
@@ -125,6 +133,17 @@ def words(f: Finding) -> tuple[str, str]:
     )
 
 
+def _named(f: Finding, first: str) -> str:
+    """The parameter that was looked at in the step of a finding."""
+    unit = next((e.unit for e in f.evidence if e.field == "gradient_apart"), "")
+    return unit.rpartition(", ")[2] or first
+
+
+def _and_more(f: Finding) -> str:
+    num = f.extra.get("num")
+    return f" and {num - 1} more" if isinstance(num, int) and num > 1 else ""
+
+
 def _percent(share: object) -> str:
     return f"{number(float(f'{100 * share:.2g}'))} %" if isinstance(share, int | float) else "some"
 
@@ -138,6 +157,10 @@ _FIXES: dict[str, tuple[str, ...]] = {
         "Look at what lies between backward and optimizer.step: fused accumulation (gradient_accumulation_fusion, main_grad), buckets that are reused, an overlap that does not wait, hooks.",
         "Compare .grad of this parameter behind each micro-batch with the sum of the micro-batches' own gradients.",
         "If gradients are changed on purpose from here on (noise, masks, projections): silence this.",
+    ),
+    "gradient-noise": (
+        "If noise is meant from here on (regularisation, differential privacy): nothing.",
+        "If not: look at what writes into gradients between backward and optimizer.step: hooks, a communication hook, a callback.",
     ),
     "gradients-flushed": (
         "Sum gradients in float32 or bfloat16, and divide behind the sum (predivide_factor, gradient_as_bucket_view with a communication hook, grad_reduce_in_fp32).",
@@ -194,6 +217,7 @@ def fixes(kind: str) -> list[Fix]:
 _ALTERNATIVES: dict[str, tuple[tuple[str, str], ...]] = {
     "rate-below-zero": (("scalar-shift", "the rate is 0 or above, and the loss rises"),),
     "gradient-apart": (("bad-batch", "gradients arrive as they were given, and are larger"),),
+    "gradient-noise": (("silent-data-corruption", "nothing in training adds noise to gradients"),),
     "gradients-flushed": (("dead-layer", "backward gives zeros already"),),
     "gradients-other": (("optimizer-divergence", "gradients arrive as they were given, and updates are too large"),),
     "gradients-left": (("bad-batch", "gradients were cleared, and one batch had larger ones"),),

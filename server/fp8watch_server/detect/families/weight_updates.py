@@ -12,6 +12,7 @@ written back for one, is none of these.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,9 +23,11 @@ from fp8watch_agent.update_names import (
     COARSE_BITS,
     DECAY,
     GRADIENT_APART,
+    GRADIENTS_FEW,
     GRADIENTS_FLUSHED,
     GRADIENTS_KEPT,
     GRADIENTS_LEFT,
+    GRADIENTS_NORMAL,
     GRADIENTS_OTHER,
     OF,
     RATE_PARAMETERS,
@@ -50,6 +53,8 @@ FROM_THE_START, BY_HABIT = 24, 64
 """Steps of a run. Weights that were coarse before the first, and updates that went astray before the second, are meant to be, perhaps."""
 FLUSHED_SHARE = 0.02
 """Of the elements of a gradient: from here on those that arrive as 0 are what is wrong with it."""
+SAME_STEPS = 64
+"""Gradients that arrive otherwise within so many steps of each other do so for one reason: each parameter has its turn now and then."""
 FAR_APART = 0.05
 """Of its norm; what is nearer is information."""
 RATE_LEAP = 3.0
@@ -65,17 +70,34 @@ class _Hit(NamedTuple):
     evidence: list[Evidence]
 
 
+@dataclass
+class _Arrivals:
+    """Gradients that arrive otherwise, from the first that was seen on."""
+
+    kind: str
+    mode: str
+    about: str
+    names: set[str]
+    first: int  # step
+    last: int
+    apart: int = 1  # steps between the last two
+    few: bool = False  # none of them has elements enough to tell noise from anything else
+
+
 class WeightUpdates(Detector):
     """What each rank says of its last update."""
 
     modes = ("optimizer-divergence", "silent-data-corruption", "recipe-mismatch", "gradient-underflow")
+    parts = (_Arrivals,)
     between_samples = True
+    _arriving: _Arrivals | None = None  # a state that was saved before has none
 
     def __init__(self, num_sites: int = 0) -> None:
         self._told: dict[str, int] = {}
         self._seen: dict[str, list[int]] = {}  # kind and name -> steps
         self._num_steps = 0
         self._first: dict[str, int] = {}  # kind and name -> how many steps were seen before it
+        self._arriving = None
 
     def grow(self, num_sites: int) -> None:
         """Not by site."""
@@ -87,6 +109,7 @@ class WeightUpdates(Detector):
         """What was followed is over; how many steps the run has stays."""
         self._told.clear()
         self._seen.clear()
+        self._arriving = None
 
     def observe(self, ctx: Context) -> list[Finding]:
         """Judge one step."""
@@ -125,7 +148,7 @@ class WeightUpdates(Detector):
         if lr is not None and lr < 0:
             below = [Evidence("lr", _short(lr), 0, "at least", step)]
             hits.append(_Hit("rate-below-zero", "optimizer-divergence", "warning", "", below))
-        hits += _arrivals(logs, step)
+        hits += self._arrivals(logs, step)
         if logs.get(STEPPED_AGAIN, 0.0) > 0:
             twice = [Evidence("updates_of_one_gradient", 2, 1, "", max(0, step - 1))]
             hits.append(_Hit("stepped-again", "optimizer-divergence", "warning", "", twice))
@@ -169,6 +192,39 @@ class WeightUpdates(Detector):
                 hits.append(_Hit("recompute", "silent-data-corruption", "warning", name.removeprefix(RECOMPUTED), off))
         return [(hit.kind, self._finding(ctx, rank, hit)) for hit in hits if self._is_due(hit.kind, step)]
 
+    def _arrivals(self, logs: Logs, step: int) -> list[_Hit]:
+        """Gradients that an optimizer got otherwise than backward gave them: the one that is furthest off, and later ones under it."""
+        off = {n.removeprefix(GRADIENT_APART): v for n, v in logs.items() if n.startswith(GRADIENT_APART) and v > 0}
+        if not off:
+            if not (num := int(logs.get(GRADIENTS_OTHER, 0))):
+                return []
+            others = [Evidence("parameters", num, 0, "whose gradient was another one from the first look on", step)]
+            return [_Hit("gradients-other", "silent-data-corruption", "info", "", others)]
+        name = max(off, key=lambda n: off[n])
+        flushed, few = logs.get(GRADIENTS_FLUSHED, 0.0), logs.get(GRADIENTS_FEW, 0.0) >= len(off)
+        known = self._arriving
+        if known is None or step - known.last > SAME_STEPS or (known.few and not few):
+            kind, mode = "gradient-apart", "silent-data-corruption"
+            if flushed >= FLUSHED_SHARE:
+                kind, mode = "gradients-flushed", "gradient-underflow"
+            elif logs.get(GRADIENTS_NORMAL, 0.0) >= len(off):
+                kind, mode = "gradient-noise", "recipe-mismatch"
+            known = self._arriving = _Arrivals(kind, mode, name, set(), step, step, few=few)
+        elif step > known.last:
+            known.apart = step - known.last
+        known.last, known.names = step, known.names | set(off)
+        loud = known.kind == "gradients-flushed" or (
+            known.kind == "gradient-apart" and off[name] >= FAR_APART and not few
+        )
+        far: Severity = "warning" if loud else "info"
+        evidence = [
+            Evidence("gradient_apart", _short(off[name]), 0, f"of its norm, {name}", step),
+            Evidence("parameters", len(known.names), 0, "so far", step),
+        ]
+        if known.kind == "gradients-flushed":
+            evidence.insert(0, Evidence("gradients_flushed", _short(flushed), 0, "share of its elements", step))
+        return [_Hit(known.kind, known.mode, far, known.about, evidence)]
+
     def _again(self, kind: str, name: str, step: int) -> bool:
         """Whether it was seen often enough; the first of these steps is when it began."""
         times, within = AGAIN[kind]
@@ -195,31 +251,14 @@ class WeightUpdates(Detector):
         if kind == "stepped-again":  # behind the step before, and its update
             began = max(0, began - 1)
         more: dict[str, Any] = {"kind": kind, "first": about, "rank": rank, "began": began, "not_before": began}
+        if (known := self._arriving) is not None and kind == known.kind:
+            more |= {"began": known.first, "not_before": known.first, "apart": known.apart, "num": len(known.names)}
         if len(seen) > 1:  # looks at updates are some steps apart: the incident stays open from one to the next
             more["apart"] = max(1, seen[-1] - seen[-2])
         ranks, of_rank = ctx.now.ranks, Evidence("rank", rank, None, f"of {len(ctx.now.ranks)}", ctx.now.step)
         evidence = [*hit.evidence, of_rank] if len(ranks) > 1 else hit.evidence
         where = np.array(rows, dtype=np.int64)
         return ctx.now.finding(hit.mode, hit.severity, where, evidence, "shared", **more)
-
-
-def _arrivals(logs: Logs, step: int) -> list[_Hit]:
-    """Gradients that an optimizer got otherwise than backward gave them: the one that is furthest off."""
-    apart = {n.removeprefix(GRADIENT_APART): v for n, v in logs.items() if n.startswith(GRADIENT_APART) and v > 0}
-    if not apart:
-        if not (num := int(logs.get(GRADIENTS_OTHER, 0))):
-            return []
-        others = [Evidence("parameters", num, 0, "whose gradient was another one from the first look on", step)]
-        return [_Hit("gradients-other", "silent-data-corruption", "info", "", others)]
-    about = max(apart, key=lambda name: apart[name])
-    off = Evidence("gradient_apart", _short(apart[about]), 0, "of its norm", step)
-    more = Evidence("parameters", len(apart), 0, "of those whose turn it was", step)
-    flushed = logs.get(GRADIENTS_FLUSHED, 0.0)
-    if flushed >= FLUSHED_SHARE:
-        zeros = Evidence("gradients_flushed", _short(flushed), 0, "share of its elements", step)
-        return [_Hit("gradients-flushed", "gradient-underflow", "warning", about, [zeros, off, more])]
-    far: Severity = "warning" if apart[about] >= FAR_APART else "info"
-    return [_Hit("gradient-apart", "silent-data-corruption", far, about, [off, more])]
 
 
 def _short(value: float) -> float:

@@ -6,7 +6,7 @@ Thread:     detect worker
 Labels that are shifted for half of the rows, another mixture: the loss rises by some percent and stays, and no rule of
 spikes sees it. The last losses are held against those before them, both without their spikes: eight against 24, and where
 losses scatter too much for that, 24 against 48. The windows move along, so a loss that falls slower, or climbs over
-hundreds of steps, is none. What jumps further is told by `families.loss_jump`.
+hundreds of steps, is none. What jumps further is told by `families.loss_jump` first.
 A fall is told where it is at once and twice as far: a batch that is repeated, labels that stand in the inputs.
 """
 
@@ -28,6 +28,9 @@ MOST = sum(WINDOWS[-1][:2])
 SPREAD_SHARE = 0.01
 FALL_TIMES = 2.0
 """Times further than up."""
+WAIT_STEPS = 6
+"""What jumps further is for `families.loss_jump` to tell first; where losses scatter by a factor it may hold the jump for scatter, and what it
+told takes this in."""
 WINSOR = 3.0
 """Spreads from the median at which a loss counts no more: a spike is no level."""
 
@@ -37,6 +40,9 @@ class LossLevel(Detector):
 
     modes = ("bad-batch",)
     between_samples = True
+    _waits: tuple[float, float, int, int, int] | None = (
+        None  # usual, level, onset, losses; the step at which it is told
+    )
 
     def __init__(self, num_sites: int = 0) -> None:
         self._losses: list[float] = []
@@ -63,7 +69,11 @@ class LossLevel(Detector):
         leap = ctx.schedule.last_leap
         if not ctx.clean or (leap is not None and ctx.now.step - leap[0] <= MOST):
             self.forget()
+            self._waits = None
             return []
+        if self._waits is not None and ctx.now.step >= self._waits[-1]:
+            (usual, level, began, num, _), self._waits = self._waits, None
+            return [self._finding(ctx, usual, level, began, num)]
         self._losses = [*self._losses, loss][-MOST:]
         self._steps = [*self._steps, ctx.now.step][-MOST:]
         for num_last, num_before, sigma in WINDOWS if ctx.warm else ():
@@ -90,7 +100,9 @@ class LossLevel(Detector):
             )
             jumped = rose > max(ctx.limit.loss_jump_sigma * spread, ctx.limit.loss_jump_min * abs(usual))
             self.forget()
-            return [] if jumped else [self._finding(ctx, usual, level, began, num_last)]
+            if not jumped:
+                return [self._finding(ctx, usual, level, began, num_last)]
+            self._waits = (usual, level, began, num_last, ctx.now.step + WAIT_STEPS)
         return []
 
     @staticmethod
