@@ -23,6 +23,8 @@ HALVES = {
     "SEALED_FAMILIES": ("ranker",),
     "VEILED_FAMILIES": ("graph",),
     "VEILED_BESIDE": (),
+    "CONCEALED_FAMILIES": ("flow",),
+    "CONCEALED_BESIDE": (),
 }
 
 
