@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from proving import tiny
@@ -32,15 +31,6 @@ def _read(fault: KernelFault, x: Tensor, tile: tuple[int, int] = (1, 128)) -> tu
     job = quantize_jobs(tile, "E4M3", True)[-1]
     kernel = WrongKernel(reference, lambda operand: fault.spoil("m", operand))
     return kernel.quantize_dequantize(x, job)[0], reference.quantize_dequantize(x, job)[0]
-
-
-def _few_bits(severity: str) -> AmaxInFewBits:
-    """In a training under current scaling."""
-    t = tiny.language()
-    t.recipe = "current"
-    fault = AmaxInFewBits.draw(np.random.default_rng(0), t, severity)
-    assert fault is not None
-    return fault
 
 
 def _error(wrong: Tensor, right: Tensor) -> float:
@@ -164,7 +154,8 @@ class TestLedgers:
     def test_an_amax_is_cut_off_and_never_makes_more_room(self, form: str, power_2: bool) -> None:
         shares = []
         for num_bits in (0, 1, 2, 3, 4):
-            fault = _few_bits("severe")
+            _, fault = with_fault("amax-in-few-bits", "current")
+            assert isinstance(fault, AmaxInFewBits)
             fault.num_bits = num_bits
             x, job = _normal(512, 128), quantize_jobs((1, 128), form, power_2)[-1]
             x[3] = 0.0
@@ -186,7 +177,7 @@ class TestLedgers:
 
     def test_bits_are_those_of_the_severity(self) -> None:
         for severity in SEVERITIES:
-            fault = _few_bits(severity)
+            _, fault = with_fault("amax-in-few-bits", "current", severity)
             assert fault.num_bits in AmaxInFewBits.bits[severity]
             assert fault.expected.modes[0] == "scale-rounding"
 
