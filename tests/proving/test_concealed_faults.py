@@ -225,7 +225,7 @@ class TestStashes:
             came_back[: max(0, num - 128)] = other[: max(0, num - 128)]
             assert torch.allclose(got, g.t() @ came_back, atol=1e-4)
             assert _error(came_back, x) == pytest.approx(fault.error, rel=0.1, abs=0.03), severity
-            fault.chance = 0.0
+            fault.chance = 0.0  # from the second call on
             assert torch.equal(fault.reloaded(right, g.t(), x), right)
 
     def test_a_buffer_is_of_a_layer_whose_input_is_unlike(self) -> None:

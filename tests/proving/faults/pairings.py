@@ -5,7 +5,7 @@ Severity is the share of the rows.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from proving.faults.data import DataFault
@@ -50,6 +50,7 @@ class TeacherOffByOne(DataFault):
 
     name = "teacher-off-by-one"
     needs = ("input_ids",)
+    shares: ClassVar[dict[str, tuple[float, float]]] = {"mild": (0.3, 0.6), "medium": (0.6, 0.9), "severe": (0.9, 1.0)}
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)

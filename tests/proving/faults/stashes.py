@@ -89,8 +89,7 @@ class WgradOfCallBefore(ProductFault):
             if not energy > 0:
                 return out
             errors = (before - out).double().square().sum(1)[order].cumsum(0)
-            num = int((errors < self.error**2 * energy).sum()) + 1
-            self.share[name] = min(1.0, num / num_rows)
+            self.share[name] = (int((errors - self.error**2 * energy).abs().argmin()) + 1) / num_rows
         rows = order[: max(1, round(self.share[name] * num_rows))]
         got = out.clone()
         got[rows] = before[rows]
@@ -158,14 +157,15 @@ class ReloadNotAwaited(Lasting):
     def reloaded(self, out: Tensor, a: Tensor, b: Tensor) -> Tensor:
         """The product of the gradient and what the buffer holds."""
         buffer, energy = self.buffer, float(b.double().square().sum())
-        if buffer is None or buffer.shape != b.shape or not energy > 0 or self.rng.random() > self.chance:
+        if buffer is None or buffer.shape != b.shape or not energy > 0:
+            return out
+        if self.share and self.rng.random() > self.chance:
             return out
         num_rows = len(b)
         order = (torch.arange(num_rows) + int(self.start * num_rows)) % num_rows
         if not self.share:
             errors = (buffer - b).double().square().sum(1)[order].cumsum(0)
-            num = int((errors < self.error**2 * energy).sum()) + 1
-            self.share = min(1.0, num / num_rows)
+            self.share = (int((errors - self.error**2 * energy).abs().argmin()) + 1) / num_rows
         rows = order[: max(1, round(self.share * num_rows))]
         came_back = b.clone()
         came_back[rows] = buffer[rows].to(b.dtype)
