@@ -78,14 +78,14 @@ class World:
         strong, begin = (torch.rand(self.rows, 1, CAUSES, generator=random) for _ in range(2))
         causes = (0.5 + strong) * (self.pace * torch.arange(MOMENTS)[:, None] + 2 * math.pi * begin).sin()
         seen = 1.5 * (causes @ self.mixed).tanh()
-        return {"frames": seen + 0.1 * torch.randn(seen.shape, generator=random)}
+        return {"frames": seen + 0.05 * torch.randn(seen.shape, generator=random)}
 
 
 def build(seed: int, rank: int = 0) -> Training:
     """4–6 couplings, 128 or 160 wide, 64 windows."""
     rng = parts.drawing("flow", seed)
     model = Flow(int(rng.choice([128, 160])), int(rng.integers(4, 7)), generator(seed, 0, 7))
-    peak = parts.learning_rate(rng, 5e-4, 2e-3)
+    peak = parts.learning_rate(rng, 1e-3, 3e-3)
     return Training(
         family="flow",
         model=model,
