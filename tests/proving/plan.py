@@ -1,6 +1,6 @@
 """Which runs there are: every fault in some families, every trap in some, and the twin of each (family, seed).
 
-Fresh, unseen, sealed and veiled faults and traps are in families of their own and in older ones that chose nothing for them, all others in both
+Fresh, unseen, sealed, veiled and concealed faults and traps are in families of their own and in older ones that chose nothing for them, all others in both
 older halves.
 Families are drawn for a fault by its name, so the plan is the same everywhere and grows without being reshuffled.
 """
@@ -18,6 +18,9 @@ from proving.case import Case
 from proving.families import families
 from proving.faults import FAULTS
 from proving.split import (
+    CONCEALED_FAMILIES,
+    CONCEALED_GENERATORS,
+    CONCEALED_TRAPS,
     DEV_FAMILIES,
     FRESH_FAMILIES,
     FRESH_GENERATORS,
@@ -51,6 +54,10 @@ VEILED_PER_FAULT, VEILED_PER_TRAP = (2, 1), (2, 1)
 """Of a veiled one: in the veiled families, likewise, and beside them."""
 VEILED_BESIDE = ("gemma", "perceiver", "ssm")
 """An unseen family, a sealed one and a held-out one, of three recipes: few, so that few twins are needed."""
+CONCEALED_PER_FAULT, CONCEALED_PER_TRAP = (2, 1), (2, 1)
+"""Of a concealed one: in the concealed families, likewise, and beside them."""
+CONCEALED_BESIDE = ("graph", "preference", "vit")
+"""A veiled family, a sealed one and a held-out one."""
 
 SEEDS = 3
 """Weights and hyperparameters of a family."""
@@ -71,7 +78,7 @@ def generator_of(case: Case) -> str | None:
 
 
 def case_split(case: Case) -> str:
-    """dev, held-out, crossed, fresh, unseen, sealed or veiled. A twin that shares a newer fault's preparations is as new as that."""
+    """dev, held-out, crossed, fresh, unseen, sealed, veiled or concealed. A twin that shares a newer fault's preparations is as new as that."""
     generator = generator_of(case)
     if case.setup and newer(case.setup):
         generator = FAULTS[case.setup].generator
@@ -79,13 +86,14 @@ def case_split(case: Case) -> str:
 
 
 def newer(change: str) -> str | None:
-    """Of which newer set a fault or a trap is: "fresh", "unseen", "sealed", "veiled", or None for those of the two older halves."""
+    """Of which newer set a fault or a trap is: "fresh", "unseen", "sealed", "veiled", "concealed", or None for those of the two older halves."""
     generator = FAULTS[change].generator if change in FAULTS else None
     for name, generators, traps in (
         ("fresh", FRESH_GENERATORS, FRESH_TRAPS),
         ("unseen", UNSEEN_GENERATORS, UNSEEN_TRAPS),
         ("sealed", SEALED_GENERATORS, SEALED_TRAPS),
         ("veiled", VEILED_GENERATORS, VEILED_TRAPS),
+        ("concealed", CONCEALED_GENERATORS, CONCEALED_TRAPS),
     ):
         if generator in generators or change in traps:
             return name
@@ -135,6 +143,10 @@ def cases(probe: Callable[[str, int], Training]) -> list[Case]:
         per = VEILED_PER_FAULT if change in FAULTS else VEILED_PER_TRAP
         out += enumerate(_placed(change, VEILED_FAMILIES, per[0], 0, SEEDS, probe))
         out += enumerate(_placed(change, VEILED_BESIDE, per[1], per[0], 1, probe))
+    for change in sorted(name for name in (*FAULTS, *TRAPS) if newer(name) == "concealed"):
+        per = CONCEALED_PER_FAULT if change in FAULTS else CONCEALED_PER_TRAP
+        out += enumerate(_placed(change, CONCEALED_FAMILIES, per[0], 0, SEEDS, probe))
+        out += enumerate(_placed(change, CONCEALED_BESIDE, per[1], per[0], 1, probe))
     return [case for _, case in sorted(out, key=lambda pair: pair[0])]
 
 

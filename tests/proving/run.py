@@ -163,7 +163,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
         prog="python -m proving.run", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument(
-        "--split", choices=("dev", "held-out", "crossed", "fresh", "unseen", "sealed", "veiled", "all"), default="all"
+        "--split",
+        choices=("dev", "held-out", "crossed", "fresh", "unseen", "sealed", "veiled", "concealed", "all"),
+        default="all",
     )
     parser.add_argument("--part", default="1/1", metavar="I/N", help="every N-th run, beginning with the I-th")
     parser.add_argument("--only", metavar="FAMILY")

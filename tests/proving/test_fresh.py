@@ -131,6 +131,8 @@ class TestSplit:
         monkeypatch.setattr(plan, "SEALED_FAMILIES", ())
         monkeypatch.setattr(plan, "VEILED_FAMILIES", ())
         monkeypatch.setattr(plan, "VEILED_BESIDE", ())
+        monkeypatch.setattr(plan, "CONCEALED_FAMILIES", ())
+        monkeypatch.setattr(plan, "CONCEALED_BESIDE", ())
         cases = plan.cases(lambda family, seed: probes[family])
         fresh = [c for c in cases if plan.newer(c.change) == "fresh"]
         assert {plan.case_split(c) for c in fresh} == {"fresh"}

@@ -200,7 +200,8 @@ def test_the_page_says_how_many_faults_a_figure_rests_on() -> None:
     text = page.part(lines)
     assert "| delayed-clip | 1 | 1 | 1.00 | 1.00 | 1.00 | 2 (of 1) |" in text
     assert (
-        "| false pages per 1000 healthy steps | ≤ 0.1 | – | – | – | – | 0.00 (0 in 80; at most 37.45) | – | – |" in text
+        "| false pages per 1000 healthy steps | ≤ 0.1 | – | – | – | – | – | 0.00 (0 in 80; at most 37.45) | – | – |"
+        in text
     )
 
 
@@ -208,19 +209,19 @@ def test_the_fresh_set_has_its_column_and_its_sections_once_it_has_been_run() ->
     line = fault(incident("delayed-clip", STEP), family="bert", split="fresh")
     runs = [line, twin(family="bert") | {"split": "fresh"}]
     text = page.part(runs)
-    assert "| | goal | veiled | sealed | unseen | fresh | held out | crossed | dev |" in text
-    assert "| recall, medium and severe | ≥ 0.90 | – | – | – | 1.00 (1.00–1.00) | – | – | – |" in text
+    assert "| | goal | concealed | veiled | sealed | unseen | fresh | held out | crossed | dev |" in text
+    assert "| recall, medium and severe | ≥ 0.90 | – | – | – | – | 1.00 (1.00–1.00) | – | – | – |" in text
     assert "### By mode, fresh" in text
     without = page.part([fault(), twin()])
     assert "### By mode, fresh" not in without
-    assert "| faulty runs / distinct faults |  | – | – | – | – | – | – | 1 / 1 |" in without
+    assert "| faulty runs / distinct faults |  | – | – | – | – | – | – | – | 1 / 1 |" in without
     assert "| median lead over the loss, in steps |  | – |" in without
 
 
 def test_the_unseen_set_comes_before_the_fresh_one_once_it_has_been_run() -> None:
     line = fault(incident("delayed-clip", STEP), family="world", split="unseen")
     text = page.part([line, twin(family="world") | {"split": "unseen"}])
-    assert "| recall, medium and severe | ≥ 0.90 | – | – | 1.00 (1.00–1.00) | – | – | – | – |" in text
+    assert "| recall, medium and severe | ≥ 0.90 | – | – | – | 1.00 (1.00–1.00) | – | – | – | – |" in text
     assert "### By mode, unseen" in text
     assert "### By mode, fresh" not in text
 
@@ -228,17 +229,25 @@ def test_the_unseen_set_comes_before_the_fresh_one_once_it_has_been_run() -> Non
 def test_the_sealed_set_comes_before_the_unseen_one_once_it_has_been_run() -> None:
     line = fault(incident("delayed-clip", STEP), family="ranker", split="sealed")
     text = page.part([line, twin(family="ranker") | {"split": "sealed"}])
-    assert "| recall, medium and severe | ≥ 0.90 | – | 1.00 (1.00–1.00) | – | – | – | – | – |" in text
+    assert "| recall, medium and severe | ≥ 0.90 | – | – | 1.00 (1.00–1.00) | – | – | – | – | – |" in text
     assert "### By mode, sealed" in text
     assert "### By mode, unseen" not in text
 
 
-def test_the_veiled_set_comes_before_all_others_once_it_has_been_run() -> None:
+def test_the_veiled_set_comes_before_the_sealed_one_once_it_has_been_run() -> None:
     line = fault(incident("delayed-clip", STEP), family="graph", split="veiled")
     text = page.part([line, twin(family="graph") | {"split": "veiled"}])
-    assert "| recall, medium and severe | ≥ 0.90 | 1.00 (1.00–1.00) | – | – | – | – | – | – |" in text
+    assert "| recall, medium and severe | ≥ 0.90 | – | 1.00 (1.00–1.00) | – | – | – | – | – | – |" in text
     assert "### By mode, veiled" in text
     assert "### By mode, sealed" not in text
+
+
+def test_the_concealed_set_comes_before_all_others_once_it_has_been_run() -> None:
+    line = fault(incident("delayed-clip", STEP), family="flow", split="concealed")
+    text = page.part([line, twin(family="flow") | {"split": "concealed"}])
+    assert "| recall, medium and severe | ≥ 0.90 | 1.00 (1.00–1.00) | – | – | – | – | – | – | – |" in text
+    assert "### By mode, concealed" in text
+    assert "### By mode, veiled" not in text
 
 
 def test_what_the_twin_of_a_fresh_event_says_in_another_half_is_not_counted_again() -> None:

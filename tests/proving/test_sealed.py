@@ -137,6 +137,8 @@ class TestSplit:
         monkeypatch.setattr(plan, "SEALED_FAMILIES", ())
         monkeypatch.setattr(plan, "VEILED_FAMILIES", ())
         monkeypatch.setattr(plan, "VEILED_BESIDE", ())
+        monkeypatch.setattr(plan, "CONCEALED_FAMILIES", ())
+        monkeypatch.setattr(plan, "CONCEALED_BESIDE", ())
         without = plan.cases(lambda family, seed: probes[family])
         monkeypatch.setattr(plan, "SEALED_FAMILIES", ("perceiver", "ranker"))
         cases = plan.cases(lambda family, seed: probes[family])

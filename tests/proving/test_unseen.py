@@ -105,6 +105,8 @@ class TestSplit:
         monkeypatch.setattr(plan, "SEALED_PER_FAULT", (0, 0))
         monkeypatch.setattr(plan, "VEILED_FAMILIES", ())
         monkeypatch.setattr(plan, "VEILED_BESIDE", ())
+        monkeypatch.setattr(plan, "CONCEALED_FAMILIES", ())
+        monkeypatch.setattr(plan, "CONCEALED_BESIDE", ())
         without = plan.cases(lambda family, seed: probes[family])
         monkeypatch.setattr(plan, "UNSEEN_FAMILIES", ("speech", "world"))
         cases = plan.cases(lambda family, seed: probes[family])

@@ -139,6 +139,8 @@ class TestSplit:
         monkeypatch.setattr(plan, "SEALED_FAMILIES", ("perceiver",))
         monkeypatch.setattr(plan, "VEILED_FAMILIES", ())
         monkeypatch.setattr(plan, "VEILED_BESIDE", ())
+        monkeypatch.setattr(plan, "CONCEALED_FAMILIES", ())
+        monkeypatch.setattr(plan, "CONCEALED_BESIDE", ())
         without = plan.cases(lambda family, seed: probes[family])
         monkeypatch.setattr(plan, "VEILED_FAMILIES", ("codec", "graph"))
         monkeypatch.setattr(plan, "VEILED_BESIDE", ("perceiver", "speech"))

@@ -141,6 +141,38 @@ def images() -> Training:
     return t
 
 
+def current() -> Training:
+    """Padded rows under current scaling."""
+    t = language()
+    t.family, t.recipe = "current", "current"
+    return t
+
+
+class _Taught:
+    """How far a model is from a frozen one."""
+
+    def __init__(self, teacher: nn.Module) -> None:
+        self.teacher = teacher.requires_grad_(False).eval()
+
+    def taught(self, tokens: Tensor) -> Tensor:
+        out: Tensor = self.teacher(tokens).log_softmax(-1)
+        return out
+
+    def __call__(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        learnt, taught = model(batch["input_ids"]).log_softmax(-1), self.taught(batch["input_ids"])
+        return F.kl_div(learnt.flatten(0, 1), taught.flatten(0, 1), reduction="batchmean", log_target=True)
+
+
+def taught() -> Training:
+    """A Llama that learns from another one."""
+    teacher = _decoder(lambda: parts.SwiGLU(DIM, 32))
+    teacher.output.weight.data.mul_(20)
+    model, loss = _decoder(lambda: parts.SwiGLU(DIM, 64)), _Taught(teacher)
+    t = _training("taught", model, loss, _tokens)
+    t.notes["distillation"] = loss
+    return t
+
+
 KINDS: dict[str, Callable[[], Training]] = {
-    f.__name__: f for f in (language, experts, images, delayed, scaler, ranks, rollouts, tied)
+    f.__name__: f for f in (language, experts, images, delayed, scaler, ranks, rollouts, tied, current, taught)
 }

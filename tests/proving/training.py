@@ -76,7 +76,8 @@ class Training:
     "positions" (a table of them), "linears" (every nn.Linear that FP8 takes over, in order), "adapter" (LoRA A and B), "recurrent".
     Other keys: "causal": bool; "tokens": True where a batch is {"input_ids": int64 [B, T], "labels": int64 [B, T]} (−100 is
     not scored) and may hold "attention_mask": [B, T]; "vocab": int; "classes": int where labels are classes [B];
-    "rotary": True where `parts.rotate` turns q and k; "table_rows": int where a batch is {"history", "item"} of such rows;
+    "rotary": True where `parts.rotate` turns q and k; "distillation": what learns from a teacher, whose `taught(tokens)` is log-probabilities [B, T, vocabulary];
+    "table_rows": int where a batch is {"history", "item"} of such rows;
     "kv_heads": int where queries are grouped otherwise than in `parts.Attention`. A signal is "pixels" or "frames" [B, …, channels].
     """
 

@@ -1,4 +1,4 @@
-"""Optimizers that people write themselves: LAMB, Lookahead around momentum, Muon, and Adafactor with row-wise Adagrad for tables.
+"""Optimizers that people write themselves: LAMB, Lookahead around momentum, Muon, Adafactor with row-wise Adagrad for tables, and Lion.
 
 Each keeps its state by parameter in `state`, so that checkpoints carry it, and reads `lr` from its groups at every step.
 """
@@ -152,3 +152,18 @@ class Adafactor(Own):
             direction = gradient / state["square"].lerp_(square, part).sqrt()
         rms = float(direction.square().mean().sqrt())
         p.sub_(direction, alpha=group["lr"] / max(1.0, rms / group["clip_rms"]))
+
+
+class Lion(Own):
+    """The sign of a momentum that is nearer to the gradient than the one that is kept (arXiv 2302.06675)."""
+
+    settings: ClassVar[dict[str, Any]] = {"betas": (0.9, 0.98), "weight_decay": 0.0}
+
+    def begin(self, p: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        return {"exp_avg": torch.zeros_like(p)}
+
+    def update(self, p: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        near, far = group["betas"]
+        direction = state["exp_avg"].lerp(gradient, 1 - near).sign_()
+        p.mul_(1 - group["lr"] * group["weight_decay"]).sub_(direction, alpha=group["lr"])
+        state["exp_avg"].lerp_(gradient, 1 - far)

@@ -7,11 +7,11 @@ something that people do on purpose, and after which training goes on well.
 from __future__ import annotations
 
 from proving.training import Trap
-from proving.traps import adjustments, batches, between, modules, practices, regimes, schedules, stages
+from proving.traps import adjustments, batches, between, habits, modules, practices, regimes, schedules, stages
 
 TRAPS: dict[str, type[Trap]] = {
     found.name: found
-    for module in (adjustments, batches, between, modules, practices, regimes, schedules, stages)
+    for module in (adjustments, batches, between, habits, modules, practices, regimes, schedules, stages)
     for found in vars(module).values()
     if isinstance(found, type) and issubclass(found, Trap) and found.__module__ == module.__name__
 }
