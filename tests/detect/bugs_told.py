@@ -130,6 +130,13 @@ TOLD_BY_CAUSE = [
         f"{TOLD}::test_what_was_loaded_otherwise_has_the_place_of_its_weight",
     ),
     Bug(
+        "most weights that were loaded otherwise are no place",
+        "recipe_mismatch.detector:loaded",
+        'if found["more"] and',
+        "if False and",
+        f"{TOLD}::test_what_was_loaded_otherwise_has_the_place_of_its_weight",
+    ),
+    Bug(
         "of two that explain each other one is told",
         "statistics:without_consequences",
         " and not _first(f, root)",

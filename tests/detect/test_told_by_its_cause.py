@@ -235,6 +235,8 @@ def test_what_was_loaded_otherwise_has_the_place_of_its_weight() -> None:
     ]
     assert places(f"{FC2}.weight of 21") == [FC2]
     assert places(f"{FC2}.weight, {Q}.weight, x.weight and 12 more of 21") == []
+    assert places(f"{FC2}.weight, x.weight and 8 more of 21") == [FC2]
+    assert places("none of 12: the optimizer has none") == []
 
 
 @pytest.mark.parametrize(

@@ -21,16 +21,19 @@ OF_TRAINING = frozenset({"loaded_weights", "loaded_moments"})
 """Facts of what was loaded that BF16 would compute with as well; codes and scales follow from the weights."""
 
 
-_NAMES = re.compile(r"(?P<names>.+) of \d+")
+_NAMES = re.compile(r"(?P<names>.+?)(?: and (?P<more>\d+) more)? of (?P<all>\d+)")
 
 
 def loaded(changes: Iterable[Change], sites: Iterable[SiteFacts]) -> list[SiteFacts]:
-    """The weights that a load changed, where it says the name of each: more than a few are no place."""
+    """The weights that a load changed, as far as it names them: where it is more than half of all, they are no place."""
     told = next((str(c.value) for c in changes if c.fact == "loaded_weights"), "")
     found = _NAMES.fullmatch(told)
-    if found is None or re.search(r" and \d+ more$", found["names"]):
+    if found is None:
         return []
-    modules = {name.removesuffix(".weight") for name in found["names"].split(", ")}
+    names = found["names"].split(", ")
+    if found["more"] and 2 * (len(names) + int(found["more"])) > int(found["all"]):
+        return []
+    modules = {name.removesuffix(".weight") for name in names}
     return [f for f in sites if f.operand == "weight" and f.direction == "rowwise" and f.module in modules]
 
 
