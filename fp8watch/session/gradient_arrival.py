@@ -52,10 +52,10 @@ REFRESH_STEPS = 256
 LEAST_APART = 1e-3
 ROUNDINGS = 2.0
 """A gradient is off by no more than so many eps of its dtype: it is added up, unscaled and clipped in it."""
-NORMAL_ELEMENTS = 256
+NORMAL_ELEMENTS = 1024
 """Fewer do not tell normal noise from anything else."""
 NORMAL_KURTOSIS, NORMAL_ALIKE = 0.5, 0.15
-"""How far from 3, and correlation of squares with those of the gradient: at 2,048 elements five deviations of chance. Products of activations and
+"""How far from 3, and correlation of squares with those of the gradient: three deviations of chance and more. Products of activations and
 gradients differ in size from row to row and from column to column."""
 OTHERS = 3
 """Parameters whose gradient is another one from the first look on, before that is said."""

@@ -176,7 +176,7 @@ def test_another_gradient_than_backward_gave_is_told_with_its_parameter(attach, 
     off = [v for s in said for k, v in s.items() if k.startswith(GRADIENT_APART)]
     assert min(off) > 0.05
     assert (max(s.get(GRADIENTS_FLUSHED, 0.0) for s in said) > 0.3) == (fault is flushed)
-    large = {f"{GRADIENT_APART}{n}" for n, p in model.named_parameters() if p.numel() >= 256}
+    large = {f"{GRADIENT_APART}{n}" for n, p in model.named_parameters() if p.numel() >= 1024}
     normal = [s.get(GRADIENTS_NORMAL) for s in said if large & set(s)]
     assert normal == [1.0 if fault is noisy else None] * len(normal)
     assert all(s.get(GRADIENTS_FEW) == (None if large & set(s) else 1.0) for s in said if GRADIENT_APART in str(s))

@@ -94,4 +94,18 @@ OF_UPDATES = [
         "name = min(off,",
         TOLD,
     ),
+    Bug(
+        "normal noise beside a parameter of few elements",
+        "weight_updates:WeightUpdates._arrivals",
+        "normal > 0 and normal + num_few >= len(off)",
+        "normal >= len(off)",
+        f"{UPDATES}::test_normal_noise_on_gradients_is_information_and_few_elements_do_not_warn",
+    ),
+    Bug(
+        "few elements do not warn",
+        "weight_updates:WeightUpdates._arrivals",
+        "FAR_APART and not few",
+        "FAR_APART",
+        f"{UPDATES}::test_normal_noise_on_gradients_is_information_and_few_elements_do_not_warn",
+    ),
 ]

@@ -16,9 +16,11 @@ from fp8watch_agent.update_names import (
     COARSE_BITS,
     DECAY,
     GRADIENT_APART,
+    GRADIENTS_FEW,
     GRADIENTS_FLUSHED,
     GRADIENTS_KEPT,
     GRADIENTS_LEFT,
+    GRADIENTS_NORMAL,
     GRADIENTS_OTHER,
     OF,
     RATE_PARAMETERS,
@@ -195,6 +197,38 @@ def test_gradients_of_others_that_arrive_otherwise_later_are_of_one_incident(flu
     assert (incident.severity, incident.first.onset, incident.last_step) == ("warning", AT, AT + 21)
     told = explain(incident.named, t.facts)
     assert f"{module(t)}.weight" in told.title
+
+
+APART = {f"{GRADIENT_APART}a.weight": at(AT, value=0.3), f"{GRADIENT_APART}a.bias": at(AT, value=0.4)}
+
+
+@pytest.mark.parametrize(("normal", "few", "mode", "severity"), [
+    (1, 1, "recipe-mismatch", "info"), (2, 0, "recipe-mismatch", "info"), (0, 2, "silent-data-corruption", "info"),
+    (0, 1, "silent-data-corruption", "warning"), (1, 0, "silent-data-corruption", "warning"),
+])  # fmt: skip
+def test_normal_noise_on_gradients_is_information_and_few_elements_do_not_warn(
+    normal: int, few: int, mode: str, severity: str
+) -> None:
+    logs = APART | {GRADIENTS_NORMAL: at(AT, value=normal), GRADIENTS_FEW: at(AT, value=few)}
+    [incident] = incidents(made(), logs)
+    assert (incident.mode, incident.severity) == (mode, severity)
+    if mode == "recipe-mismatch":
+        told = explain(incident.named, made().facts)
+        assert told.title == f"Noise is added to gradients since step {AT}"
+        assert "FP8 is not the cause" in told.cause
+        assert told.fix
+        assert told.alternatives
+
+
+def test_a_parameter_of_many_elements_says_what_few_did_not() -> None:
+    logs = {
+        f"{GRADIENT_APART}a.bias": at(AT, value=0.4),
+        f"{GRADIENT_APART}a.weight": at(AT + 8, value=0.4),
+        GRADIENTS_FEW: at(AT),
+    }
+    assert [(i.severity, i.first.onset) for i in incidents(made(), logs)] in (
+        [("info", AT), ("warning", AT + 8)], [("warning", AT)],
+    )  # fmt: skip
 
 
 def test_what_arrives_otherwise_goes_on_behind_a_restart_of_the_collector() -> None:

@@ -201,13 +201,14 @@ class WeightUpdates(Detector):
             others = [Evidence("parameters", num, 0, "whose gradient was another one from the first look on", step)]
             return [_Hit("gradients-other", "silent-data-corruption", "info", "", others)]
         name = max(off, key=lambda n: off[n])
-        flushed, few = logs.get(GRADIENTS_FLUSHED, 0.0), logs.get(GRADIENTS_FEW, 0.0) >= len(off)
+        flushed, num_few = logs.get(GRADIENTS_FLUSHED, 0.0), logs.get(GRADIENTS_FEW, 0.0)
+        normal, few = logs.get(GRADIENTS_NORMAL, 0.0), num_few >= len(off)
         known = self._arriving
         if known is None or step - known.last > SAME_STEPS or (known.few and not few):
             kind, mode = "gradient-apart", "silent-data-corruption"
             if flushed >= FLUSHED_SHARE:
                 kind, mode = "gradients-flushed", "gradient-underflow"
-            elif logs.get(GRADIENTS_NORMAL, 0.0) >= len(off):
+            elif normal > 0 and normal + num_few >= len(off):
                 kind, mode = "gradient-noise", "recipe-mismatch"
             known = self._arriving = _Arrivals(kind, mode, name, set(), step, step, few=few)
         elif step > known.last:
