@@ -58,7 +58,7 @@ NORMAL_KURTOSIS, NORMAL_ALIKE = 0.5, 0.15
 """How far from 3, and correlation of squares with those of the gradient: three deviations of chance and more. Products of activations and
 gradients differ in size from row to row and from column to column."""
 OTHERS = 3
-"""Parameters whose gradient is another one from the first look on, before that is said."""
+"""Parameters whose gradient is another one from the first look on, and no fewer than those of which it is not, before that is said."""
 Optimizer = torch.optim.Optimizer
 
 
@@ -178,7 +178,7 @@ class GradientArrival:
                 self._right.add(name)
             if apart > 0 and name not in self._right:
                 self._other.add(name)
-                if len(self._other) >= OTHERS:
+                if len(self._other) >= max(OTHERS, len(self._right)):
                     numbers[GRADIENTS_OTHER] = float(len(self._other))
             if not apart > 0 or name not in self._right:
                 del numbers[key]

@@ -194,6 +194,16 @@ def test_what_was_another_one_from_the_first_look_on_is_counted_and_not_named(at
     assert not any(GRADIENT_APART in str(s) for s in news(watch))
 
 
+def test_what_was_not_looked_at_before_is_not_said_to_be_so_from_the_start(attach):
+    model = Deep()
+    watch = attach(model)
+    optimizer = adam(model)
+    steps(model, optimizer, 6)
+    steps(model, optimizer, 4, first=6, before=lambda _: noisy(model, None))
+    assert (len(looked(watch)), len(watch._scalars.standing.arrival._other)) == (5, 4)
+    assert not any(GRADIENTS_OTHER in s for s in news(watch))
+
+
 def test_a_gradient_that_is_lost_whole_is_told(attach):
     model = Deep()
     watch = attach(model)
