@@ -27,9 +27,9 @@ SEEN_TO_BE_WRONG = [
     ),
     Bug(
         "other sites under one setting are one incident",
-        "finding:Finding.kind",
-        "            return IN_EFFECT\n",
-        "            pass\n",
+        "detect.finding",
+        '    "in-effect": IN_EFFECT,\n',
+        "",
         "tests/incidents/test_explained.py::test_other_sites_under_one_setting_are_one_incident",
     ),
     Bug(

@@ -108,4 +108,11 @@ OF_UPDATES = [
         "FAR_APART",
         f"{UPDATES}::test_normal_noise_on_gradients_is_information_and_few_elements_do_not_warn",
     ),
+    Bug(
+        "what happens to gradients on their way makes no operand wrong",
+        "detect.finding",
+        '    "gradient-apart": ON_THE_WAY,\n',
+        "",
+        f"{UPDATES}::test_what_happens_on_the_way_takes_in_no_fault_of_an_operand",
+    ),
 ]

@@ -102,6 +102,7 @@ def test_precedence_names_no_mode_that_is_not_there() -> None:
         precedence.FALL,
         precedence.IN_EFFECT,
         precedence.LOADED,
+        precedence.ON_THE_WAY,
         precedence.WEIGHT_LEAP,
         precedence.WEIGHT_FIRST,
     }

@@ -10,6 +10,7 @@ from detect.scenarios import Case
 from detect.trace import Trace, healthy
 
 from fp8watch_agent.batch_names import COPIES, SHIFTS
+from fp8watch_agent.training_names import WEIGHTS_CHANGED, WEIGHTS_LOOKED
 from fp8watch_agent.update_names import (
     ASTRAY,
     COARSE,
@@ -218,6 +219,19 @@ def test_normal_noise_on_gradients_is_information_and_few_elements_do_not_warn(
         assert "FP8 is not the cause" in told.cause
         assert told.fix
         assert told.alternatives
+
+
+@pytest.mark.parametrize("logs", [
+    APART, APART | {GRADIENTS_FLUSHED: at(AT, value=0.5)}, APART | {GRADIENTS_NORMAL: at(AT, value=2)},
+    {WEIGHTS_CHANGED: at(AT, value=3), WEIGHTS_LOOKED: at(AT, value=9)},
+], ids=["apart", "flushed", "noise", "written"])  # fmt: skip
+def test_what_happens_on_the_way_takes_in_no_fault_of_an_operand(logs: dict[str, np.ndarray]) -> None:
+    t = made()
+    rows = t.mask(module(t), "input")
+    t.set_sqnr(rows, np.where(np.arange(STEPS) >= AT + 3, 18.0, 31.0))
+    modes = {i.mode for i in incidents(t, logs)}
+    assert len(modes) == 2
+    assert "chronic-quantization-noise" in modes
 
 
 def test_a_parameter_of_many_elements_says_what_few_did_not() -> None:

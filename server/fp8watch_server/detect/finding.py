@@ -23,6 +23,7 @@ from fp8watch_server.detect.precedence import (
     LEAP,
     LOADED,
     LOSS_FALL,
+    ON_THE_WAY,
     WEIGHT_FIRST,
     WEIGHT_LEAP,
     latest,
@@ -36,6 +37,17 @@ MAX_SITES_IN_FINDING = 256
 
 LOSS_FLOW = 1 << 40
 """The place of the loss in the order of execution: after every forward operand."""
+
+
+_OF_KIND = {
+    "in-effect": IN_EFFECT,
+    "gradient-apart": ON_THE_WAY,
+    "gradients-flushed": ON_THE_WAY,
+    "weights-written": ON_THE_WAY,
+    "gradient-noise": BLIND,
+    "gradients-other": BLIND,
+}
+"""`extra["kind"]` -> what precedence knows it as."""
 
 
 @dataclass(frozen=True)
@@ -184,14 +196,14 @@ class Finding:
     @property
     def kind(self) -> str:
         """Its mode, or one of those that only precedence knows: what explains a leap is not what explains a slope."""
+        if (told := _OF_KIND.get(str(self.extra.get("kind")))) is not None:
+            return told
         if self.mode == "outlier-growth" and self.extra.get("leap"):
             return LEAP
         if self.mode == "silent-data-corruption" and self.extra.get("octaves") is not None:
             return WEIGHT_FIRST if self.extra.get("first") is True else WEIGHT_LEAP
         if self.mode == "recipe-mismatch" and self.extra.get("blind"):
             return BLIND
-        if self.mode == "recipe-mismatch" and self.extra.get("kind") == "in-effect":
-            return IN_EFFECT
         if self.mode == "recipe-mismatch" and self.extra.get("loaded"):
             return LOADED
         if self.mode == "bad-batch" and self.extra.get("fell"):

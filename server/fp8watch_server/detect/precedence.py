@@ -53,7 +53,10 @@ WEIGHT_FIRST = "weight-first"
 """The kind of one in the weight that the step read in which values broke: they did not make it."""
 
 BLIND = "blind"
-"""The kind of a `recipe-mismatch` that says what nobody observes: it explains nothing."""
+"""The kind of a `recipe-mismatch` that says what nobody observes, and of what training changes on purpose: it explains nothing."""
+
+ON_THE_WAY = "on-the-way"
+"""The kind of what happened to gradients or weights between backward and the next forward: no operand is wrong, updates are."""
 
 IN_EFFECT = "setting-in-effect"
 """The kind of a `recipe-mismatch` that was found at the codes: it is what other sites' codes are wrong by too."""
@@ -117,6 +120,7 @@ EXPLAINS: dict[str, frozenset[str]] = {
         {"chronic-quantization-noise", "gradient-underflow", "delayed-clip", "outlier-growth"}
     ),
     LOADED: frozenset(_STATISTICAL | {"optimizer-divergence", "attention-logit-growth", "silent-data-corruption"}),
+    ON_THE_WAY: frozenset({"bad-batch", "scalar-shift", "optimizer-divergence"}),
     IN_EFFECT: frozenset(
         _STATISTICAL | {"optimizer-divergence", "nan-in-loss", "nan-in-activation", "quantiser-fault"}
     ),
