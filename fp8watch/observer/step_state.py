@@ -44,7 +44,7 @@ class StepState:
         None  # hears that the model ran, and no watched module
     )
     on_forward: Callable[[], None] | None = None  # ends the step before, where its optimizers ran in backward
-    on_backward: weakref.WeakMethod[Callable[[], None]] | None = None  # hears that a backward has begun
+    on_backward: tuple[weakref.WeakMethod[Callable[[], None]], ...] = ()  # hear that a backward has begun
 
     # ---- what has happened: written by the custom ops ----------------------------------------------------------------
     num_begun: int = 0  # steps
@@ -122,11 +122,12 @@ class StepState:
         task = graph_task()
         if task != self._task:
             self._task = task
-            if self.on_backward is not None and (begins := self.on_backward()) is not None:
-                try:
-                    begins()
-                except Exception as error:  # noqa: BLE001 - training goes on, and the guard counts
-                    self.guard.swallow("updates", error)
+            for hears in self.on_backward:
+                if (begins := hears()) is not None:
+                    try:
+                        begins()
+                    except Exception as error:  # noqa: BLE001 - training goes on, and the guard counts
+                        self.guard.swallow("updates", error)
             if self.forward_since:  # reentrant checkpointing nests a backward for each of its parts
                 self.forward_since = False
                 self._count_pass()

@@ -101,6 +101,11 @@ class GradientArrival:
         self._right: set[str] = set()  # that arrived as they were given, once
         self._other: set[str] = set()
 
+    @property
+    def has_turn(self) -> bool:
+        """Whether a parameter has its turn in this step."""
+        return any(known.turn for known in self._known.values())
+
     def stop(self) -> None:
         """Look no more, and leave nothing on the parameters."""
         for known in self._known.values():

@@ -36,15 +36,11 @@ class OptimizerLooks(StandingState):
         self._updates, self._rates = UpdateTurns(model), GroupRates(model)
         self.left = GradientsLeft(model)
         self.arrival = None if plan is None else GradientArrival(model, plan.guard)
+        self._arriving: tuple[GradientArrival, ...] = ()  # the same, in a step in which a parameter has its turn
         if plan is not None:  # it outlives a watch that was dropped
-            plan.step.on_backward = weakref.WeakMethod(self.backward_begins)
+            self._hears = (weakref.WeakMethod(self.left.backward_begins),)
+            plan.step.on_backward = self._hears
             plan.step.again.name_of = partial(operand_name, table)
-
-    def backward_begins(self) -> None:
-        """A backward of the model has come to its first watched module."""
-        self.left.backward_begins()
-        if self.arrival is not None:
-            self.arrival.backward_begins()
 
     def before(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer is about to step: what is not as it was left, and what is new of its last update, its gradients and rates."""
@@ -60,8 +56,9 @@ class OptimizerLooks(StandingState):
         return found
 
     def _news(self, optimizer: Optimizer, found: dict[str, Any]) -> None:
-        for looks in (self._rates, self.left, self._updates, self.arrival):
-            if looks is not None and (news := looks.before(optimizer)):
+        befores = [self._rates.before, self.left.before, self._updates.before]
+        for look in befores + [arriving.before for arriving in self._arriving]:
+            if news := look(optimizer):
                 found.update(news)
 
     def after(self, optimizer: Optimizer, *, looks: bool = True) -> None:
@@ -78,8 +75,11 @@ class OptimizerLooks(StandingState):
     def _follow(self, optimizer: Optimizer, looks: bool) -> None:
         self._updates.follow(optimizer, looks=looks)
         self.left.after(optimizer, looks=looks)
-        if self.arrival is not None:
+        if self.arrival is not None and self._plan is not None:
             self.arrival.after(optimizer, looks=looks)
+            self._arriving = (self.arrival,) if self.arrival.has_turn else ()
+            arrives = (weakref.WeakMethod(look.backward_begins) for look in self._arriving)
+            self._plan.step.on_backward = (*self._hears, *arrives)
 
     def stop(self) -> None:
         """Look no more."""

@@ -111,8 +111,8 @@ TOLD_BY_CAUSE = [
     Bug(
         "a loss that scatters by a factor and stays up by less than its jumps",
         "bad_batch.level:LossLevel.observe",
-        "self._waits = (usual, level, began, num_last, ctx.now.step + WAIT_STEPS)",
-        "",
+        "if jumped and held else",
+        "if jumped else",
         f"{TOLD}::test_a_loss_that_scatters_by_a_factor_and_stays_up_is_told",
     ),
     Bug(

@@ -6,7 +6,8 @@ Thread:     detect worker
 Labels that are shifted for half of the rows, another mixture: the loss rises by some percent and stays, and no rule of
 spikes sees it. The last losses are held against those before them, both without their spikes: eight against 24, and where
 losses scatter too much for that, 24 against 48. The windows move along, so a loss that falls slower, or climbs over
-hundreds of steps, is none. What jumps further is told by `families.loss_jump` first.
+hundreds of steps, is none. What jumps further is told by `families.loss_jump`, but where losses scatter so much that it takes
+the jump for scatter, and goes on learning them.
 A fall is told where it is at once and twice as far: a batch that is repeated, labels that stand in the inputs.
 """
 
@@ -28,9 +29,6 @@ MOST = sum(WINDOWS[-1][:2])
 SPREAD_SHARE = 0.01
 FALL_TIMES = 2.0
 """Times further than up."""
-WAIT_STEPS = 6
-"""What jumps further is for `families.loss_jump` to tell first; where losses scatter by a factor it may hold the jump for scatter, and what it
-told takes this in."""
 WINSOR = 3.0
 """Spreads from the median at which a loss counts no more: a spike is no level."""
 
@@ -40,9 +38,9 @@ class LossLevel(Detector):
 
     modes = ("bad-batch",)
     between_samples = True
-    _waits: tuple[float, float, int, int, int] | None = (
-        None  # usual, level, onset, losses; the step at which it is told
-    )
+    _num_learned: tuple[
+        int, ...
+    ] = ()  # losses that the baseline had taken in, at each of them: not those of a jump that is open
 
     def __init__(self, num_sites: int = 0) -> None:
         self._losses: list[float] = []
@@ -59,7 +57,7 @@ class LossLevel(Detector):
 
     def forget(self) -> None:
         """Begin anew: the level that is reached is the usual one."""
-        self._losses, self._steps = [], []
+        self._losses, self._steps, self._num_learned = [], [], ()
 
     def observe(self, ctx: Context) -> list[Finding]:
         """Judge one step."""
@@ -69,13 +67,10 @@ class LossLevel(Detector):
         leap = ctx.schedule.last_leap
         if not ctx.clean or (leap is not None and ctx.now.step - leap[0] <= MOST):
             self.forget()
-            self._waits = None
             return []
-        if self._waits is not None and ctx.now.step >= self._waits[-1]:
-            (usual, level, began, num, _), self._waits = self._waits, None
-            return [self._finding(ctx, usual, level, began, num)]
         self._losses = [*self._losses, loss][-MOST:]
         self._steps = [*self._steps, ctx.now.step][-MOST:]
+        self._num_learned = (*self._num_learned, int(ctx.base.loss.count[0]))[-MOST:]
         for num_last, num_before, sigma in WINDOWS if ctx.warm else ():
             if len(self._losses) < num_last + num_before:
                 continue
@@ -99,10 +94,10 @@ class LossLevel(Detector):
                 np.sign(rose) * (usual + rose / 2),
             )
             jumped = rose > max(ctx.limit.loss_jump_sigma * spread, ctx.limit.loss_jump_min * abs(usual))
+            learned = self._num_learned[-num_last:]
+            held = len(learned) < num_last or learned[-1] - learned[0] < num_last - 1
             self.forget()
-            if not jumped:
-                return [self._finding(ctx, usual, level, began, num_last)]
-            self._waits = (usual, level, began, num_last, ctx.now.step + WAIT_STEPS)
+            return [] if jumped and held else [self._finding(ctx, usual, level, began, num_last)]
         return []
 
     @staticmethod
