@@ -45,7 +45,7 @@ SAMPLE = PIECES * WIDTH
 STEPS_A_ROUND = 32
 """Turns in which each parameter has had its own."""
 LOOK_S, COST_SHARE, MAX_REST = 2e-4, 0.001, 4
-"""About what a look takes of a CPU that has forgotten the code; which share of a step that may be; at most so many steps lie between two turns."""
+"""About what a look takes of a CPU that has forgotten the code; which share of a step looks may be; of at most so many steps one has turns."""
 MAX_TURNS = 16
 """Parameters of an optimizer in one step."""
 REFRESH_STEPS = 256
@@ -133,9 +133,10 @@ class GradientArrival:
         if known.rest > 0:
             known.rest -= 1
             return
-        known.rest = min(MAX_REST - 1, int(LOOK_S / max(COST_SHARE * (now - last), 1e-9)))
         some, first = known.parameters, known.next
-        known.next += min(MAX_TURNS, -(-len(some) // STEPS_A_ROUND))
+        num = min(MAX_TURNS, -(-len(some) // STEPS_A_ROUND))
+        known.rest = min(MAX_REST - 1, int(num * LOOK_S / max(COST_SHARE * (now - last), 1e-9)))
+        known.next += num
         known.turn = [_Look(*some[i % len(some)], first) for i in range(first, known.next)]
 
     def backward_begins(self) -> None:

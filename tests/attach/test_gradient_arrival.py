@@ -282,6 +282,19 @@ def test_turns_rest_where_a_look_is_much_beside_a_step(monkeypatch, step_s, apar
     assert [b - a for a, b in pairwise(turns[1:])] == [apart] * len(turns[2:])
 
 
+def test_a_turn_of_several_rests_longer(monkeypatch):
+    clock = iter(range(1000))
+    monkeypatch.setattr(gradient_arrival, "perf_counter", lambda: next(clock) * 0.25)
+    monkeypatch.setattr(gradient_arrival, "STEPS_A_ROUND", 4)
+    arrival, optimizer, turns = GradientArrival(Deep(), Guard()), None, []
+    optimizer = adam(arrival._model)
+    for step in range(12):
+        arrival.after(optimizer, looks=True)
+        if arrival.has_turn:
+            turns.append(step)
+    assert [b - a for a, b in pairwise(turns[1:])] == [3] * len(turns[2:])
+
+
 def test_nothing_waits_for_a_device():
     model = Deep().to("meta")  # what asks one of its tensors for its value raises
     arrival, optimizer = GradientArrival(model, Guard()), adam(model)
@@ -307,6 +320,7 @@ def test_compiled_code_is_not_compiled_again_for_it(attach):
     compiled = torch.compile(model, backend="aot_eager")
     for step in range(8):
         if step == 3:
+            assert torch._dynamo.utils.counters["stats"]["unique_graphs"]  # is counted
             torch._dynamo.utils.counters.clear()
         optimizer.zero_grad()
         compiled(torch.randn(8, 64)).square().mean().backward()

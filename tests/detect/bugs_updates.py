@@ -115,4 +115,18 @@ OF_UPDATES = [
         "",
         f"{UPDATES}::test_what_happens_on_the_way_takes_in_no_fault_of_an_operand",
     ),
+    Bug(
+        "information takes nothing in",
+        "finding:Finding.kind",
+        'BLIND if told == ON_THE_WAY and self.severity == "info" else told',
+        "told",
+        f"{UPDATES}::test_information_takes_in_no_batch_and_no_divergence",
+    ),
+    Bug(
+        "what is flushed is said of the parameter that lost most",
+        "weight_updates:WeightUpdates._arrivals",
+        "if flushed > known.flushed:",
+        "if True:",
+        f"{UPDATES}::test_what_is_flushed_is_said_of_the_parameter_that_lost_most",
+    ),
 ]

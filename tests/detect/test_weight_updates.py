@@ -222,9 +222,9 @@ def test_normal_noise_on_gradients_is_information_and_few_elements_do_not_warn(
 
 
 @pytest.mark.parametrize("logs", [
-    APART, APART | {GRADIENTS_FLUSHED: at(AT, value=0.5)}, APART | {GRADIENTS_NORMAL: at(AT, value=2)},
+    APART | {GRADIENTS_FEW: at(AT, value=2)}, APART, APART | {GRADIENTS_FLUSHED: at(AT, value=0.5)}, APART | {GRADIENTS_NORMAL: at(AT, value=2)},
     {WEIGHTS_CHANGED: at(AT, value=3), WEIGHTS_LOOKED: at(AT, value=9)},
-], ids=["apart", "flushed", "noise", "written"])  # fmt: skip
+], ids=["few", "apart", "flushed", "noise", "written"])  # fmt: skip
 def test_what_happens_on_the_way_takes_in_no_fault_of_an_operand(logs: dict[str, np.ndarray]) -> None:
     t = made()
     rows = t.mask(module(t), "input")
@@ -232,6 +232,33 @@ def test_what_happens_on_the_way_takes_in_no_fault_of_an_operand(logs: dict[str,
     modes = {i.mode for i in incidents(t, logs)}
     assert len(modes) == 2
     assert "chronic-quantization-noise" in modes
+
+
+@pytest.mark.parametrize("logs", [
+    {f"{GRADIENT_APART}a.weight": at(AT, value=0.01)}, APART | {GRADIENTS_NORMAL: at(AT, value=2)},
+    {WEIGHTS_CHANGED: at(AT, value=3), WEIGHTS_LOOKED: at(AT, value=9)},
+], ids=["a little apart", "noise", "written"])  # fmt: skip
+def test_information_takes_in_no_batch_and_no_divergence(logs: dict[str, np.ndarray]) -> None:
+    t = made()
+    t.steps["loss"][AT + 4] *= 3
+    t.steps["grad_norm"][AT + 4] *= 12
+    told = {(i.mode, i.severity) for i in incidents(t, logs)}
+    assert ("bad-batch", "warning") in told
+    assert len(told) == 2
+
+
+def test_what_is_flushed_is_said_of_the_parameter_that_lost_most() -> None:
+    logs = {f"{GRADIENT_APART}{n}.weight": at(s, value=0.5) for n, s in (("a", AT), ("b", AT + 6), ("c", AT + 12))}
+    logs[GRADIENTS_FLUSHED] = at(AT, value=0.2)
+    logs[GRADIENTS_FLUSHED][AT + 6] = 0.6
+    t = made()
+    t.logs.update(logs)
+    t.absent_logs = True
+    told = [explain(f, t.facts) for f in play(Case([t], AT)) if f.mode == "gradient-underflow"]
+    assert [e.title.split(" is 0")[0] for e in told] == [
+        "20 % of the gradient of a.weight", "60 % of the gradient of b.weight", "60 % of the gradient of b.weight",
+    ]  # fmt: skip
+    assert f"at step {AT + 6} they had become 0" in told[2].cause
 
 
 def test_a_parameter_of_many_elements_says_what_few_did_not() -> None:

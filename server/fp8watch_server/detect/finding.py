@@ -43,7 +43,7 @@ _OF_KIND = {
     "in-effect": IN_EFFECT,
     "gradient-apart": ON_THE_WAY,
     "gradients-flushed": ON_THE_WAY,
-    "weights-written": ON_THE_WAY,
+    "weights-written": BLIND,
     "gradient-noise": BLIND,
     "gradients-other": BLIND,
 }
@@ -197,7 +197,7 @@ class Finding:
     def kind(self) -> str:
         """Its mode, or one of those that only precedence knows: what explains a leap is not what explains a slope."""
         if (told := _OF_KIND.get(str(self.extra.get("kind")))) is not None:
-            return told
+            return BLIND if told == ON_THE_WAY and self.severity == "info" else told  # information takes nothing in
         if self.mode == "outlier-growth" and self.extra.get("leap"):
             return LEAP
         if self.mode == "silent-data-corruption" and self.extra.get("octaves") is not None:

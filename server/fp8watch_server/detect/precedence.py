@@ -53,10 +53,10 @@ WEIGHT_FIRST = "weight-first"
 """The kind of one in the weight that the step read in which values broke: they did not make it."""
 
 BLIND = "blind"
-"""The kind of a `recipe-mismatch` that says what nobody observes, and of what training changes on purpose: it explains nothing."""
+"""The kind of a `recipe-mismatch` that says what nobody observes, and of what training may do on purpose: it explains nothing."""
 
 ON_THE_WAY = "on-the-way"
-"""The kind of what happened to gradients or weights between backward and the next forward: no operand is wrong, updates are."""
+"""The kind of what happened to gradients between backward and the optimizer: no operand is wrong, updates are."""
 
 IN_EFFECT = "setting-in-effect"
 """The kind of a `recipe-mismatch` that was found at the codes: it is what other sites' codes are wrong by too."""

@@ -50,8 +50,8 @@ def words(f: Finding) -> tuple[str, str]:
         )
     if kind == "gradients-flushed":
         return (
-            f"{_percent(evidence(f, 'gradients_flushed'))} of the gradient of {first} is 0 when it arrives at the optimizer, since step {at}",
-            f"Backward gave these elements as something else: they became 0 on the way, at step {f.step} in {_named(f, first)}, and at an earlier look did not. What is summed or divided in a "
+            f"{_percent(evidence(f, 'gradients_flushed'))} of the gradient of {f.extra.get('flushed_of') or first} is 0 when it arrives at the optimizer, since step {at}",
+            f"Backward gave these elements as something else: at step {f.extra.get('flushed_at', f.step)} they had become 0 on the way, the smallest of them, and at an earlier look none had. What is summed or divided in a "
             "format of few exponents, and compression, do that to small ones; so does a mask. A few parameters are looked at in each step, one after the other: it may have begun earlier, "
             f"and concern more. {_INNOCENT}",
         )

@@ -82,6 +82,9 @@ class _Arrivals:
     last: int
     apart: int = 1  # steps between the last two
     few: bool = False  # none of them has elements enough to tell noise from anything else
+    flushed: float = 0.0  # share of its elements that became 0, of the one that lost most
+    flushed_of: str = ""
+    flushed_at: int = 0  # step
 
 
 class WeightUpdates(Detector):
@@ -214,6 +217,8 @@ class WeightUpdates(Detector):
         elif step > known.last:
             known.apart = step - known.last
         known.last, known.names = step, known.names | set(off)
+        if flushed > known.flushed:
+            known.flushed, known.flushed_of, known.flushed_at = flushed, name, step
         loud = known.kind == "gradients-flushed" or (
             known.kind == "gradient-apart" and off[name] >= FAR_APART and not few
         )
@@ -223,7 +228,8 @@ class WeightUpdates(Detector):
             Evidence("parameters", len(known.names), 0, "so far", step),
         ]
         if known.kind == "gradients-flushed":
-            evidence.insert(0, Evidence("gradients_flushed", _short(flushed), 0, "share of its elements", step))
+            lost = Evidence("gradients_flushed", _short(known.flushed), 0, "share of its elements", known.flushed_at)
+            evidence.insert(0, lost)
         return [_Hit(known.kind, known.mode, far, known.about, evidence)]
 
     def _again(self, kind: str, name: str, step: int) -> bool:
@@ -254,6 +260,7 @@ class WeightUpdates(Detector):
         more: dict[str, Any] = {"kind": kind, "first": about, "rank": rank, "began": began, "not_before": began}
         if (known := self._arriving) is not None and kind == known.kind:
             more |= {"began": known.first, "not_before": known.first, "apart": known.apart, "num": len(known.names)}
+            more |= {"flushed_of": known.flushed_of, "flushed_at": known.flushed_at}
         if len(seen) > 1:  # looks at updates are some steps apart: the incident stays open from one to the next
             more["apart"] = max(1, seen[-1] - seen[-2])
         ranks, of_rank = ctx.now.ranks, Evidence("rank", rank, None, f"of {len(ctx.now.ranks)}", ctx.now.step)

@@ -38,9 +38,8 @@ class LossLevel(Detector):
 
     modes = ("bad-batch",)
     between_samples = True
-    _num_learned: tuple[
-        int, ...
-    ] = ()  # losses that the baseline had taken in, at each of them: not those of a jump that is open
+    _num_learned: tuple[int, ...] = ()
+    """Losses that the baseline had taken in, at each of them: not those of a jump that is open. A state that was saved before has none."""
 
     def __init__(self, num_sites: int = 0) -> None:
         self._losses: list[float] = []
