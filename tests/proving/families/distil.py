@@ -5,10 +5,7 @@ far the two are apart."""
 
 from __future__ import annotations
 
-import os
-import tempfile
 from functools import lru_cache
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +18,6 @@ from torch import Tensor, nn
 NEEDS = ("transformers",)
 TEACHER_STEPS, TAUGHT = 240, 0.8
 WARM, END = 12, 0.25
-FOLDER = Path(__file__).parents[3] / "build" / "proving" / "base"
 
 ROLES = {
     "blocks": r"transformer\.h\.\d+",
@@ -50,24 +46,7 @@ def _bloom(layers: int) -> nn.Module:
 @lru_cache(maxsize=1)
 def teacher_weights() -> dict[str, Tensor]:
     """Trained once on the first half of the text and kept in build/proving/base."""
-    path = FOLDER / f"bloom-{TEACHER_STEPS}.pt"
-    if not path.exists():
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            model = _bloom(2)
-            optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-            make = next_bytes(998, 16, 48, (0.0, 0.5))
-            for step in range(TEACHER_STEPS):
-                batch = make(step)
-                optimizer.zero_grad()
-                parts.next_token_loss(model(input_ids=batch["input_ids"]).logits, batch["labels"]).backward()
-                optimizer.step()
-        FOLDER.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=FOLDER, delete=False) as file:
-            torch.save(model.state_dict(), file)
-        os.replace(file.name, path)
-    weights: dict[str, Tensor] = torch.load(path, weights_only=True)
-    return weights
+    return parts.trained_once("bloom", lambda: _bloom(2), TEACHER_STEPS, 998)
 
 
 class Distillation:

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from functools import lru_cache
-from pathlib import Path
 
-import torch
 from proving.data import next_bytes, padded
 from proving.families import parts
 from proving.training import Training
@@ -15,7 +11,6 @@ from torch import Tensor, nn
 
 NEEDS = ("transformers", "peft")
 BASE_STEPS = 80
-FOLDER = Path(__file__).parents[3] / "build" / "proving" / "base"
 
 _BASE = r"base_model\.model\.model\.layers\.\d+"
 ROLES = {
@@ -50,23 +45,7 @@ def base_weights() -> dict[str, Tensor]:
     """The model that is fine-tuned, trained once on the first half of the text and kept in build/proving/base."""
     from transformers import LlamaForCausalLM
 
-    path = FOLDER / f"llama-{BASE_STEPS}.pt"
-    if not path.exists():
-        torch.manual_seed(0)
-        model = LlamaForCausalLM(_config())
-        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-        make = next_bytes(999, 16, 48, (0.0, 0.5))
-        for step in range(BASE_STEPS):
-            batch = make(step)
-            optimizer.zero_grad()
-            parts.next_token_loss(model(input_ids=batch["input_ids"]).logits, batch["labels"]).backward()
-            optimizer.step()
-        FOLDER.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=FOLDER, delete=False) as file:
-            torch.save(model.state_dict(), file)
-        os.replace(file.name, path)
-    weights: dict[str, Tensor] = torch.load(path, weights_only=True)
-    return weights
+    return parts.trained_once("llama", lambda: LlamaForCausalLM(_config()), BASE_STEPS, 999)
 
 
 def build(seed: int, rank: int = 0) -> Training:

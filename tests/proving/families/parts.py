@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+import os
 import re
+import tempfile
 import zlib
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from proving.data import next_bytes
 from torch import Tensor, nn
 
 WARM_STEPS = 20
@@ -78,6 +82,31 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * self.weight
+
+
+FOLDER = Path(__file__).parents[3] / "build" / "proving" / "base"
+
+
+def trained_once(name: str, make: Callable[[], nn.Module], steps: int, seed: int) -> dict[str, Tensor]:
+    """Weights of a causal model of transformers behind so many steps on the first half of the text, kept as a file of that name."""
+    path = FOLDER / f"{name}-{steps}.pt"
+    if not path.exists():
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            model = make()
+            optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+            batch_of = next_bytes(seed, 16, 48, (0.0, 0.5))
+            for step in range(steps):
+                batch = batch_of(step)
+                optimizer.zero_grad()
+                next_token_loss(model(input_ids=batch["input_ids"]).logits, batch["labels"]).backward()
+                optimizer.step()
+        FOLDER.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=FOLDER, delete=False) as file:
+            torch.save(model.state_dict(), file)
+        os.replace(file.name, path)
+    weights: dict[str, Tensor] = torch.load(path, weights_only=True)
+    return weights
 
 
 def rotate(x: Tensor) -> Tensor:
