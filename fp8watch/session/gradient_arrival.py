@@ -45,7 +45,8 @@ SAMPLE = PIECES * WIDTH
 STEPS_A_ROUND = 32
 """Turns in which each parameter has had its own."""
 LOOK_S, COST_SHARE, MAX_REST = 2e-4, 0.001, 4
-"""About what a look takes of a CPU that has forgotten the code; which share of a step looks may be; of at most so many steps one has turns."""
+"""About what a look takes of a CPU that has forgotten the code; which share of a step looks may be, once each parameter has been
+looked at; of at most so many steps one has turns."""
 MAX_TURNS = 16
 """Parameters of an optimizer in one step."""
 REFRESH_STEPS = 256
@@ -135,8 +136,9 @@ class GradientArrival:
             return
         some, first = known.parameters, known.next
         num = min(MAX_TURNS, -(-len(some) // STEPS_A_ROUND))
-        known.rest = min(MAX_REST - 1, int(num * LOOK_S / max(COST_SHARE * (now - last), 1e-9)))
         known.next += num
+        if known.next > len(some):  # all have been looked at: what is wrong from here on is told from what always was
+            known.rest = min(MAX_REST - 1, int(num * LOOK_S / max(COST_SHARE * (now - last), 1e-9)))
         known.turn = [_Look(*some[i % len(some)], first) for i in range(first, known.next)]
 
     def backward_begins(self) -> None:

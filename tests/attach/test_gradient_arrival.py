@@ -274,12 +274,13 @@ def test_turns_rest_where_a_look_is_much_beside_a_step(monkeypatch, step_s, apar
     monkeypatch.setattr(gradient_arrival, "perf_counter", lambda: next(clock) * step_s)
     model = Deep()
     arrival, optimizer, turns = GradientArrival(model, Guard()), adam(model), []
-    for step in range(20):
+    for step in range(36):
         arrival.after(optimizer, looks=True)
         arrival.backward_begins()
         if any(p._backward_hooks for p in model.parameters()):
             turns.append(step)
-    assert [b - a for a, b in pairwise(turns[1:])] == [apart] * len(turns[2:])
+    assert turns[: ROUND + 1] == list(range(ROUND + 1)), "each has its first turn whatever it costs"
+    assert [b - a for a, b in pairwise(turns[ROUND:])] == [apart] * len(turns[ROUND + 1 :])
 
 
 def test_a_turn_of_several_rests_longer(monkeypatch):
@@ -288,11 +289,11 @@ def test_a_turn_of_several_rests_longer(monkeypatch):
     monkeypatch.setattr(gradient_arrival, "STEPS_A_ROUND", 4)
     arrival, optimizer, turns = GradientArrival(Deep(), Guard()), None, []
     optimizer = adam(arrival._model)
-    for step in range(12):
+    for step in range(18):
         arrival.after(optimizer, looks=True)
         if arrival.has_turn:
             turns.append(step)
-    assert [b - a for a, b in pairwise(turns[1:])] == [3] * len(turns[2:])
+    assert turns == [0, 1, 2, 3, 6, 9, 12, 15]
 
 
 def test_nothing_waits_for_a_device():
