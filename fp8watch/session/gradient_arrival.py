@@ -47,6 +47,8 @@ STEPS_A_ROUND = 32
 LOOK_S, COST_SHARE, MAX_REST = 2e-4, 0.001, 4
 """About what a look takes of a CPU that has forgotten the code; which share of a step looks may be, once each parameter has been
 looked at; of at most so many steps one has turns."""
+GOLDEN = 0.618
+"""Of the parameters lie between two that have their turns one behind the other."""
 MAX_TURNS = 16
 """Parameters of an optimizer in one step."""
 REFRESH_STEPS = 256
@@ -127,7 +129,7 @@ class GradientArrival:
                 return
             names, first = dict(parameter_names(self._model)), 0 if known is None else known.next
             held = [p for group in optimizer.param_groups for p in group["params"] if type(p) is nn.Parameter]
-            known = _Known([(names[id(p)], p) for p in held if id(p) in names], first)
+            known = _Known(_scattered([(names[id(p)], p) for p in held if id(p) in names]), first)
             self._known.put(optimizer, known)
         now, last = perf_counter(), known.stepped_s
         known.stepped_s = now
@@ -194,6 +196,13 @@ class GradientArrival:
         for key in (GRADIENTS_FLUSHED, GRADIENTS_NORMAL, GRADIENTS_FEW):
             if not named or not numbers.get(key):
                 numbers.pop(key, None)
+
+
+def _scattered(parameters: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+    """All of them, neighbours far from each other: what breaks some layers is met after a few turns, wherever they lie."""
+    num = len(parameters)
+    stride = next((s for s in range(round(GOLDEN * num), num) if math.gcd(s, num) == 1), 1)
+    return [parameters[i * stride % num] for i in range(num)]
 
 
 def _is_shared() -> bool:

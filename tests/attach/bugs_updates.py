@@ -36,6 +36,8 @@ UPDATE_BUGS = [
         f"{_G}test_what_was_not_looked_at_before_is_not_said_to_be_so_from_the_start"),
     Bug("each has its first turn soon", "gradient_arrival:GradientArrival.after", "if known.next > len(some):", "if True:",
         f"{_G}test_turns_rest_where_a_look_is_much_beside_a_step"),
+    Bug("turns go through a model from one end to the other", "gradient_arrival:_scattered", "i * stride % num", "i",
+        f"{_G}test_turns_reach_each_and_neighbours_far_apart"),
     Bug("a turn of several rests longer", "gradient_arrival:GradientArrival.after", "int(num * LOOK_S", "int(LOOK_S", f"{_G}test_a_turn_of_several_rests_longer"),
     Bug("no hook is left between steps", "gradient_arrival:GradientArrival.before", "look.handle.remove()", "",
         f"{_G}test_between_two_steps_no_parameter_has_a_hook_and_numbers_stay"),

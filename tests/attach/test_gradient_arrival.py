@@ -283,6 +283,15 @@ def test_turns_rest_where_a_look_is_much_beside_a_step(monkeypatch, step_s, apar
     assert [b - a for a, b in pairwise(turns[ROUND:])] == [apart] * len(turns[ROUND + 1 :])
 
 
+@pytest.mark.parametrize("num", [0, 1, 2, 3, 9, 36, 105])
+def test_turns_reach_each_and_neighbours_far_apart(num):
+    order = [int(name) for name, _ in gradient_arrival._scattered([(str(i), torch.zeros(1)) for i in range(num)])]
+    assert sorted(order) == list(range(num))
+    if num >= 36:
+        for first in range(num - num // 4):  # a quarter of the parameters side by side
+            assert min(order.index(i) for i in range(first, first + num // 4)) <= 8
+
+
 def test_a_turn_of_several_rests_longer(monkeypatch):
     clock = iter(range(1000))
     monkeypatch.setattr(gradient_arrival, "perf_counter", lambda: next(clock) * 0.25)
