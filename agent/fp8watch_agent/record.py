@@ -21,6 +21,9 @@ import numpy.typing as npt
 Merge = Literal["sum", "max", "min", "first", "of_amax_max", "of_noise_max", "or", "keep"]
 
 NUM_AMAX_BUCKETS = 64
+AMAX_BUCKET_OFFSET = 48
+"""Bucket k = 1…63 of amax_hist holds floor(log2(amax / 1.75)) = k − 48, the outermost what lies beyond; bucket 0 holds the zero tiles.
+448 = 1.75·2^8, 57344 = 1.75·2^15."""
 NUM_DEPTH_BUCKETS = 32
 
 

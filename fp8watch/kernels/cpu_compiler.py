@@ -14,10 +14,9 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from fp8watch.numerics.formats import AMAX_BUCKET_OFFSET
 from fp8watch.numerics.per_tile import HEAVY, LIGHT
 from fp8watch_agent.batch_names import BUCKETS, SHIFTS
-from fp8watch_agent.record import EVERY_CALL, LAYOUT, ROW, WITH_ENERGIES, Measured
+from fp8watch_agent.record import AMAX_BUCKET_OFFSET, EVERY_CALL, LAYOUT, ROW, WITH_ENERGIES, Measured
 
 SOURCES = Path(__file__).with_name("cpu_source")
 COMPILE_TIMEOUT_S = 90.0

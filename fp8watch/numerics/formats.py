@@ -42,9 +42,6 @@ FORMATS: dict[str, Fp8Format] = {f.name: f for f in (E4M3, E5M2)}
 E2M1 = Fp8Format("E2M1", "float8_e4m3fn", 6.0, 7.0, 1.0, 0.5, has_inf=False)
 """Of NVFP4. Each of its numbers is one of E4M3, and as such they are kept here: a byte a number."""
 
-AMAX_BUCKET_OFFSET = 48
-"""Bucket k = 1…63 of amax_hist holds floor(log2(amax / 1.75)) = k − 48; 448 = 1.75·2^8, 57344 = 1.75·2^15."""
-
 
 def number_format(name: str) -> Fp8Format:
     """The format of a recipe's numbers: as `fp8_format`, and E2M1.

@@ -15,9 +15,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from fp8watch.numerics.formats import AMAX_BUCKET_OFFSET
 from fp8watch.numerics.per_tile import INF, Call, Invariant, PerTile
 from fp8watch_agent.record import (
+    AMAX_BUCKET_OFFSET,
     EVERY_CALL,
     FIELD_BY_NAME,
     LAYOUT,

@@ -18,12 +18,11 @@ import torch
 
 from fp8watch.kernels.backend import Into
 from fp8watch.kernels.cpu import look_into
-from fp8watch.numerics.formats import AMAX_BUCKET_OFFSET
 from fp8watch.numerics.row_fold import RowViews, merge_sections, new_rows, row_span, row_views, sections
 from fp8watch.numerics.tile_stats import TileStats
 from fp8watch.quantize.output_checks import GemmCheck, ProbeNumbers
 from fp8watch.quantize.self_consistency import QuantiserCheck
-from fp8watch_agent.record import NUM_AMAX_BUCKETS, ROW, Measured, merge_measured
+from fp8watch_agent.record import AMAX_BUCKET_OFFSET, NUM_AMAX_BUCKETS, ROW, Measured, merge_measured
 
 LAST = 1 << 20
 """Place in the order of execution of what has none."""

@@ -202,9 +202,23 @@ MODES = [
     Bug(
         "of faint tiles only those of an operand that is well are information",
         "chronic_quantization_noise.detector:Noise.observe",
-        "(whole_db >= band) & (now",
-        "(now",
+        "(whole_db >= band) & has",
+        "has",
         f"{T}/test_faint_tiles.py::test_what_else_is_lost_is_a_warning_as_ever[noisy-as-a-whole]",
+    ),
+    Bug(
+        "faint tiles excuse no more noise than they can hold",
+        "chronic_quantization_noise.faint_parts:FaintParts.explain",
+        " & (self._others_db >= band[self.rows])",
+        "",
+        f"{T}/test_faint_tiles.py::test_what_else_is_lost_is_a_warning_as_ever[too-few-tiles]",
+    ),
+    Bug(
+        "faint elements excuse no more zeros than they are",
+        "chronic_quantization_noise.faint_parts:FaintParts.explain",
+        " & ~flushed",
+        "",
+        f"{T}/test_faint_tiles.py::test_what_else_is_lost_is_a_warning_as_ever[too-few-elements]",
     ),
     Bug(
         "gradients of faint tokens excuse nothing",

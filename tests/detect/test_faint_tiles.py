@@ -8,14 +8,39 @@ from detect.healthy_run import Run
 from detect.play import play
 from detect.scenarios import Case
 from detect.single_steps import DOWN, detect, evidence, modes
-from detect.trace import healthy
+from detect.trace import Trace, healthy
 
+from fp8watch_agent.histogram_code import encode_histogram
+from fp8watch_agent.record import AMAX_BUCKET_OFFSET, ROW, Measured
 from fp8watch_server.incidents.explain import explain
 
 STEPS = range(60, 90)
 
 
-def faded(run: Run, *, octaves: float, whole_db: float, tile_db: float = 20.6, underflow: float = 0.6):
+def with_faint(rows: np.ndarray, tiles: float, elements: float = 0.0) -> None:
+    """Of each row so many tiles and elements are nothing beside the largest, as shares; all others are as large as it."""
+    num = rows["num_tiles"] - rows["num_zero_tiles"]
+    bucket = np.floor(np.log2(rows["amax_max"] / 1.75)).astype(int) + AMAX_BUCKET_OFFSET
+    rows["amax_hist"] = 0
+    rows["amax_hist"][..., 0] = rows["num_zero_tiles"]
+    rows["amax_hist"][..., 1] = low = np.rint(tiles * num).astype(int)
+    np.put_along_axis(rows["amax_hist"], bucket[..., None], (num - low)[..., None], -1)
+    rows["depth_hist"] = 0
+    rows["depth_hist"][..., -1] = deep = np.rint(elements * rows["num_nonzero"]).astype(int)
+    rows["depth_hist"][..., 2] = rows["num_nonzero"] - deep
+    rows["measured"] |= int(Measured.DEPTH)
+
+
+def faded(
+    run: Run,
+    *,
+    octaves: float,
+    whole_db: float,
+    tile_db: float = 20.6,
+    underflow: float = 0.6,
+    tiles: float = 0.008,
+    elements: float = 0.55,
+):
     """A change of rows: as waves of distances are, which decay without end."""
     i = run.index(DOWN, "input")
 
@@ -24,6 +49,7 @@ def faded(run: Run, *, octaves: float, whole_db: float, tile_db: float = 20.6, u
         rows["tile_noise_ratio_sum"][i] = (rows["num_tiles"][i] - rows["num_zero_tiles"][i]) * 10 ** (-tile_db / 10)
         rows["noise_energy"][i] = rows["signal_energy"][i] * 10 ** (-whole_db / 10)
         rows["num_underflow"][i] = int(underflow * rows["num_nonzero"][i])
+        with_faint(rows[i : i + 1], tiles, elements)
 
     return change
 
@@ -36,18 +62,35 @@ def test_faint_tiles_of_an_operand_that_is_well_are_information() -> None:
     assert evidence(found[0])["sqnr_db"] == pytest.approx(34.1, abs=0.01)
     said = explain(found[0], run.facts)
     assert said.title.startswith(f"Quantisation noise beside faint tiles in {DOWN} input")
-    assert "The operand as a whole is at 34.1 dB" in said.cause
+    assert "The operand as a whole is at 34.1 dB. About 0.8 % of its tiles are 2^30 times smaller" in said.cause
+    assert "about 54 % of its elements are 2^30 times smaller than the largest of their tile, or more." in said.cause
     assert len(said.fix) == 1
 
 
+def test_an_operand_with_one_scale_has_no_tiles_that_are_faint_and_elements_that_are() -> None:
+    t = healthy(3, 120, recipe="delayed")
+    where = t.mask(DOWN, "input")
+    t.columns["num_underflow"][:, where] = t.columns["num_nonzero"][:, where] * 6 // 10
+    give_histograms(t, where, tiles=0.0)
+    t.columns["signal_energy"] = np.full(t.columns["amax_max"].shape, 1.0)
+    t.columns["noise_energy"] = np.full(t.columns["amax_max"].shape, 10**-3.4)
+    found = [f for f in play(Case([t], 0)) if f.mode == "chronic-quantization-noise"]
+    assert {f.severity for f in found} == {"info"}
+    said = explain(found[0], t.facts)
+    assert said.title.startswith(f"Quantisation noise beside faint elements in {DOWN} input")
+    assert "The operand as a whole is at 34 dB. About 54 % of its elements are 2^30 times smaller" in said.cause
+
+
 @pytest.mark.parametrize(
-    ("octaves", "whole_db"),
-    [(12, 34.1), (90, 20.0)],
-    ids=["small-tokens", "noisy-as-a-whole"],
-)
-def test_what_else_is_lost_is_a_warning_as_ever(octaves: float, whole_db: float) -> None:
+    "how",
+    [
+        {"octaves": 12, "tiles": 0.0}, {"whole_db": 20.0}, {"tiles": 0.004}, {"tiles": 0.0}, {"elements": 0.4}, {"underflow": 0.7},
+    ],
+    ids=["small-tokens", "noisy-as-a-whole", "too-few-tiles", "no-tile-counted", "too-few-elements", "more-flushed"],
+)  # fmt: skip
+def test_what_else_is_lost_is_a_warning_as_ever(how: dict[str, float]) -> None:
     run = Run()
-    found = detect(run, faded(run, octaves=octaves, whole_db=whole_db), STEPS)
+    found = detect(run, faded(run, **{"octaves": 90, "whole_db": 34.1} | how), STEPS)
     assert modes(found) == {"chronic-quantization-noise"}
     assert {f.severity for f in found} == {"warning"}
 
@@ -62,17 +105,32 @@ def test_across_them_the_same_elements_become_zero_in_tiles_that_are_well(tile_d
     for sites, db in ((along, 20.6), (across, tile_db)):
         t.set_sqnr(sites, np.full(120, db))
         t.columns["num_underflow"][:, sites] = t.columns["num_nonzero"][:, sites] * 6 // 10
+    give_histograms(t, along)
     t.columns["signal_energy"] = np.full(t.columns["amax_max"].shape, 1.0)
     t.columns["noise_energy"] = np.full(t.columns["amax_max"].shape, 10**-3.4)
     found = [f for f in play(Case([t], 0)) if f.mode == "chronic-quantization-noise"]
     assert {f.severity for f in found} == {severity}
 
 
+def give_histograms(t: Trace, sites: np.ndarray, tiles: float = 0.008) -> None:
+    """Such tiles and elements to these sites of a trace."""
+    names = ("num_tiles", "num_zero_tiles", "num_nonzero", "amax_max", "measured")
+    rows = np.zeros((t.num_steps, int(sites.sum())), dtype=ROW)
+    for name in names:
+        rows[name] = t.columns[name][:, sites]
+    with_faint(rows, tiles, 0.55)
+    for name in ("amax_hist", "depth_hist"):
+        t.columns[name] = np.zeros((*t.columns["amax_max"].shape, rows[name].shape[-1]), dtype=np.uint8)
+        t.columns[name][:, sites] = encode_histogram(rows[name])
+    t.columns["measured"] = t.columns["measured"] | int(Measured.DEPTH)
+
+
 def test_a_gradient_with_faint_tokens_is_excused_nothing() -> None:
     t = healthy(3, 120)
     gradient = t.mask(DOWN, "grad_output")
     t.columns["amax_min_nonzero"][:, gradient] = t.columns["amax_max"][:, gradient] * 2.0**-60
-    t.set_sqnr(gradient, np.full(120, 12.0))
+    t.set_sqnr(gradient, np.full(120, 20.6))
+    give_histograms(t, gradient)
     t.columns["signal_energy"] = np.full(t.columns["amax_max"].shape, 1.0)
     t.columns["noise_energy"] = np.full(t.columns["amax_max"].shape, 10**-3.4)
     found = [f for f in play(Case([t], 0)) if f.mode == "chronic-quantization-noise"]

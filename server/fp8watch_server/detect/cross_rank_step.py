@@ -247,6 +247,22 @@ class CrossRankStep:
             log2 = np.log2(n * self.column("moment4") / self.column("moment2") ** 2)
         return np.where(np.isfinite(log2), log2, np.nan)
 
+    def histogram(self, name: str, rows: npt.NDArray[np.int64]) -> Floats:
+        """One of HISTOGRAMS of some sites, summed over those ranks whose records hold energies as well; 0 where none does. [R, buckets]
+
+        Args:
+            name: of the field.
+            rows: of the table, [R].
+        """
+        field = FIELD_BY_NAME[name]
+        found, place = np.zeros((len(rows), field.size)), np.full(len(self), -1)
+        place[rows] = np.arange(len(rows))
+        for view in self.views:
+            of = place[view.row]
+            asked = (of >= 0) & view.has(field.group) & view.has(Measured.ENERGIES)
+            np.add.at(found, of[asked], view.raw(name)[asked])
+        return found
+
     # ---- places
 
     def in_flow(self, mask: Mask) -> npt.NDArray[np.int64]:

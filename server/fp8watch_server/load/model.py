@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fp8watch_agent.record import NUM_AMAX_BUCKETS, NUM_DEPTH_BUCKETS, Site, site_id
+from fp8watch_agent.record import AMAX_BUCKET_OFFSET, NUM_AMAX_BUCKETS, NUM_DEPTH_BUCKETS, Site, site_id
 
 Array = npt.NDArray[Any]
 
@@ -112,6 +112,6 @@ def traits_of(sites: list[Site], seed: int) -> SiteTraits:
         underflow_share=np.where(gradient, 3e-3, 2e-5) * rng.uniform(0.5, 2.0, n),
         weight=weight,
         gradient=gradient,
-        bucket=np.arange(NUM_AMAX_BUCKETS) - 48.0 + 0.5 + np.log2(1.75),
+        bucket=np.arange(NUM_AMAX_BUCKETS) - float(AMAX_BUCKET_OFFSET) + 0.5 + np.log2(1.75),
         depth_share=share / share.sum(axis=1, keepdims=True),
     )

@@ -30,6 +30,8 @@ FIELD_LABELS = {f.name: f.label for f in FIELDS if f.label} | {
     "impact_rms": "loss impact per token",
     "tile_sqnr_db": "tile SQNR",
     "sqnr_db": "tensor SQNR",
+    "faint_tiles": "tiles 2^30 below the largest",
+    "faint_elements": "elements 2^30 below the largest of their tile",
     "underflow_ratio": "underflow",
     "saturated_ratio": "saturated",
     "num_nonfinite": "non-finite elements",

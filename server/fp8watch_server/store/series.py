@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 from sqlalchemy.engine import Connection
 
-from fp8watch_agent.record import FIELD_BY_NAME, NUM_AMAX_BUCKETS, NUM_DEPTH_BUCKETS, holds
+from fp8watch_agent.record import AMAX_BUCKET_OFFSET, FIELD_BY_NAME, NUM_AMAX_BUCKETS, NUM_DEPTH_BUCKETS, holds
 from fp8watch_server.db import schema as t
 from fp8watch_server.store.fields import FieldError, SeriesField, as_data, badness, evaluate, series_field
 from fp8watch_server.store.reading import extent, gather, num_steps
@@ -29,8 +29,6 @@ from fp8watch_server.store.summary import worst_of_each
 MAX_POINTS = 10_000
 HISTOGRAMS_AT_ONCE = 1 << 15
 """Longer runs are summed in chunks of this many: a histogram has 64 numbers per step."""
-AMAX_BUCKET_OFFSET = 48
-"""Bucket k = 1…63 of amax_hist holds floor(log2(amax / 1.75)) = k − 48; bucket 0 holds the zero tiles."""
 
 Array = npt.NDArray[Any]
 

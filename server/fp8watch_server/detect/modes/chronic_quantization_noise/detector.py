@@ -10,9 +10,10 @@ onset. A scale that follows amax of steps before lags in a young model, whose am
 Bias: noise averages out over steps, and a gain error of an input or a weight does not (`families.gain`). An operand
 that lost half of its energy, or is off by more than rounding can, is no matter of granularity: quantiser-fault.
 
-Features of distances, and others that decay without end, have tiles that are nothing beside the largest and lose all of
-that: of an input that has such tiles and as a whole is inside its band, this is information. Gradients of single tokens fade
-as far in any healthy training, and excuse nothing.
+Features of distances, and others that decay without end, have tiles that are nothing beside the largest, and elements that are
+nothing beside the largest of their tile, and lose all of that: of an input that as a whole is inside its band, and of which
+those are enough for what is lost, this is information. Gradients of single tokens fade as far in any healthy training, and
+excuse nothing.
 """
 
 from __future__ import annotations
@@ -25,13 +26,12 @@ from fp8watch_server.detect.detector import Detector
 from fp8watch_server.detect.families import gain
 from fp8watch_server.detect.finding import Evidence, Finding
 from fp8watch_server.detect.hysteresis import Latch
+from fp8watch_server.detect.modes.chronic_quantization_noise.faint_parts import FaintParts, has_faint_tiles
 from fp8watch_server.detect.step_view import GRAD_OUTPUT, INPUT, WEIGHT, Mask
 
 SIGMA = 6.0
 DEEP_DB = 6.0
 """Under its band by so much, a site is told after three samples: it has one in 64 steps where they go round."""
-FAINT_OCTAVES = 30.0
-"""Under the largest amax of the operand: a tile there is below the last bit that float32 has of a sum with it."""
 
 
 class Noise(Detector):
@@ -45,7 +45,10 @@ class Noise(Detector):
         self._drop = Latch(num_sites, 4, 6)
         self._deep = Latch(num_sites, 3, 4)
         self._biased = Latch(num_sites, 8, 10)
-        self._faint = np.zeros(num_sites, dtype=np.bool_)  # what is lost is of faint tiles, as far as was measured last
+        self._faint = np.zeros(
+            num_sites, dtype=np.bool_
+        )  # what is lost may be all of faint tiles, as far as was measured last
+        self._parts: dict[int, list[Evidence]] = {}  # of those: what is faint of them
 
     def grow(self, num_sites: int) -> None:
         """More sites were registered."""
@@ -69,8 +72,11 @@ class Noise(Detector):
             noisy = self._lasting(now.sqnr_db < band, now) & ~_lags(ctx)
             flushed = forward & (now.underflow > limit.chronic_underflow) & ~_lags(ctx)
             whole_db = 10.0 * np.log10(now.column("signal_energy") / now.column("noise_energy"))
-            fades = (whole_db >= band) & (now.log2_amin < now.log2_amax - FAINT_OCTAVES) & (now.table.role == INPUT)
+            fades = (whole_db >= band) & (has_faint_tiles(now) | flushed) & (now.table.role == INPUT)
+        faintest = FaintParts(now, np.flatnonzero(fades))
+        fades[faintest.rows] = faintest.explain(band, limit.chronic_underflow)
         self._faint = np.where(np.isnan(whole_db), self._faint, fades)
+        self._parts |= {int(row): faintest.evidence(int(row)) for row in faintest.rows[fades[faintest.rows]]}
         if not ctx.clean:
             return []
         chronic = self._chronic.update(noisy, ~np.isnan(now.sqnr_db), now.step)
@@ -132,6 +138,7 @@ class Noise(Detector):
         if not loud.any() and np.isfinite(whole_db[row]):
             least = f"{band[row]:g} or more"
             evidence.append(Evidence("sqnr_db", round(float(whole_db[row]), 2), least, "dB", now.step))
+            evidence += self._parts.get(row) or self._parts.get(_along(now, row), [])
         evidence.append(Evidence("noisy_sites", num_noisy, 0, f"of {int(np.count_nonzero(now.seen))} sites", since))
         return [
             now.finding(
@@ -155,6 +162,12 @@ class Noise(Detector):
     def _lasting(noisy: Mask, now: CrossRankStep) -> Mask:
         """Gradients whose single tokens fade below what the format can hold are no noise that anybody hears."""
         return np.asarray(np.where(now.table.role == GRAD_OUTPUT, now.table.of_channels(noisy), noisy))
+
+
+def _along(now: CrossRankStep, row: int) -> int:
+    """The site with the same elements in tiles along the rows, −1 where there is none."""
+    found = np.flatnonzero(now.table.across == row)
+    return int(found[0]) if len(found) else -1
 
 
 def _lags(ctx: Context) -> Mask:

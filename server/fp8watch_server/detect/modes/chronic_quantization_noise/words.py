@@ -27,7 +27,8 @@ def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
     if by != "sqnr" and (share := evidence(f, "underflow_ratio")) is not None:
         said.append(f"{number(share)} of the elements become 0")
     what = " and ".join(said)
-    much = "Quantisation noise beside faint tiles" if f.extra.get("faint") else "Too much quantisation noise"
+    beside = "tiles" if evidence(f, "faint_tiles") else "elements"
+    much = f"Quantisation noise beside faint {beside}" if f.extra.get("faint") else "Too much quantisation noise"
     return (
         f"{much} in {site_words(s)}{': ' + said[0] if said else ''}",
         f"In most of the measured steps of {site_words(s)}{since(f)}{' ' + what if what else ' too much is lost'}. "
@@ -41,10 +42,23 @@ def _faint(f: Finding) -> str:
         return ""
     db = evidence(f, "sqnr_db")
     whole = "was inside the band of its format when that was measured last" if db is None else f"is at {number(db)} dB"
+    tiles, elements = evidence(f, "faint_tiles"), evidence(f, "faint_elements")
+    parts = [f"{_percent(tiles)} of its tiles are 2^30 times smaller than its largest, or more"] if tiles else []
+    if elements:
+        parts.append(
+            f"{_percent(elements)} of its elements are 2^30 times smaller than the largest of their tile, or more"
+        )
+    told = ", ".join(parts)
     return (
-        f" The operand as a whole {whole}, and it has tiles more than 2^30 times smaller than its largest. Whether all of the noise "
-        "is in those is not measured."
+        f" The operand as a whole {whole}. {told[:1].upper()}{told[1:]}. What these hold is enough for what is lost; that it is what "
+        "was lost is not measured."
     )
+
+
+def _percent(share: object) -> str:
+    """0.71 as "about 71 %"."""
+    value = 100 * float(str(share))
+    return "less than 0.1 %" if value < 0.1 else f"about {value:.2g} %"
 
 
 def _biased(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
