@@ -23,8 +23,6 @@ from fp8watch_server.detect.step_view import Mask, SiteTable, StepView
 
 Floats = npt.NDArray[np.float64]
 
-RANKS_AT_ONCE = 64
-
 
 class Experts(NamedTuple):
     """Each expert of a site in one step, [E]: ranks together."""
@@ -64,25 +62,26 @@ class CrossRankStep:
         return got
 
     def _rolled_up(self, name: str, only: Mask | None = None) -> Floats:
-        field, (_, row, place) = FIELD_BY_NAME[name], self._records
-        values = np.concatenate([view.raw(name) for view in self.views]).astype(np.float64)
-        values[~self._measured(field.group) if only is None else ~(self._measured(field.group) & only)] = np.nan
+        field, (_, row, _) = FIELD_BY_NAME[name], self._records
+        values = self._of_all(name)
+        known = self._measured(field.group) if only is None else self._measured(field.group) & only
         got = np.full(len(self), np.nan)
         if len(self.views) == 1:
-            got[row] = values
+            got[row] = np.where(known, values, np.nan)
             return got
-        for start in range(0, len(self.views), RANKS_AT_ONCE):  # a large fleet does not take large matrices
-            num_ranks = min(RANKS_AT_ONCE, len(self.views) - start)
-            here = slice(*np.searchsorted(place, (start, start + num_ranks)))
-            dense = np.full((1 + num_ranks, len(self)), np.nan)
-            dense[0] = got
-            dense[1 + place[here] - start, row[here]] = values[here]
-            if field.merge == "sum":
-                known = ~np.isnan(dense)
-                got = np.where(known.any(axis=0), np.add.reduce(np.where(known, dense, 0.0), axis=0), np.nan)
-            else:
-                got = (np.fmin if field.merge == "min" else np.fmax).reduce(dense, axis=0)
+        known &= ~np.isnan(values)
+        values, row = values[known], row[known]
+        if field.merge == "sum":
+            rolled = np.bincount(row, values, minlength=len(self))  # in the order of the ranks
+        else:
+            rolled = np.full(len(self), math.inf if field.merge == "min" else -math.inf)
+            (np.minimum if field.merge == "min" else np.maximum).at(rolled, row, values)
+        got[row] = rolled[row]
         return got
+
+    def _of_all(self, name: str) -> Floats:
+        """A field of all records of all ranks. [N]"""
+        return np.concatenate([view.columns.raw(name)[view.part] for view in self.views]).astype(np.float64)
 
     def first_ranks(self) -> npt.NDArray[np.int64]:
         """The lowest rank with a record of each site; -1 where none has one. [S]"""
@@ -101,7 +100,7 @@ class CrossRankStep:
             rank: [S]
         """
         _, row, place = self._records
-        values = np.concatenate([view.raw(name) for view in self.views]).astype(np.float64)
+        values = self._of_all(name)
         values[~self._measured(FIELD_BY_NAME[name].group)] = np.nan
         mine = np.array([view.rank for view in self.views], dtype=np.int64)[place] == rank[row]
         got = np.full(len(self), np.nan)

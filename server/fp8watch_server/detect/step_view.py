@@ -9,7 +9,7 @@ Columns are taken from the batch once and sliced by step. A field of a group tha
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -133,6 +133,7 @@ class BatchColumns:
         self._columns: dict[str, Array] = {}
         self._values: dict[str, npt.NDArray[np.float64]] = {}
         self._has: dict[Measured, Mask] = {}
+        self._of_all: dict[tuple[Any, ...], Array] = {}
 
     def raw(self, name: str) -> Array:
         """The column as sent, defaults where it was left out. [N] or [N, size]"""
@@ -147,6 +148,28 @@ class BatchColumns:
         if got is None:
             got = self._has[group] = holds(self.raw("measured"), group)
         return got
+
+    def of_all(self, judge: Callable[..., Array], *limits: float) -> Array:
+        """What a function says of all records, as if they were of one step: asked once a batch. [N]
+
+        Args:
+            judge: of a view, which it judges record by record, and of the limits.
+        """
+        asked = judge, *limits
+        got = self._of_all.get(asked)
+        if got is None:
+            got = self._of_all[asked] = judge(StepView(self, 0, slice(0, len(self.row))), *limits)
+        return got
+
+    @cached_property
+    def scalars(self) -> dict[str, list[float | None]]:
+        """loss, grad_norm, lr and loss_scale by step; None where one was not given."""
+        steps = self.batch.steps
+        out: dict[str, list[float | None]] = {}
+        for name, bit in STEP_SCALARS.items():
+            given = (steps["present"] & int(bit)) != 0
+            out[name] = [v if there else None for v, there in zip(steps[name].tolist(), given.tolist(), strict=True)]
+        return out
 
     def values(self, name: str) -> npt.NDArray[np.float64]:
         """A scalar field as float64, NaN where it was not measured. [N]"""
@@ -214,10 +237,7 @@ class StepView:
 
     def scalar(self, name: str) -> float | None:
         """loss, grad_norm, lr or loss_scale of the step; None where it was not given."""
-        steps = self.columns.batch.steps
-        if not int(steps["present"][self.index]) & int(STEP_SCALARS[name]):
-            return None
-        return float(steps[name][self.index])
+        return self.columns.scalars[name][self.index]
 
     def logs(self) -> dict[str, float]:
         """What was given to `watch.log` besides the scalars of a step."""
@@ -241,6 +261,10 @@ class StepView:
     def raw(self, name: str) -> Array:
         """A column of this step, as sent."""
         return self.columns.raw(name)[self.part]
+
+    def judged(self, judge: Callable[..., Array], *limits: float) -> Array:
+        """What `BatchColumns.of_all` says of the records of this step."""
+        return self.columns.of_all(judge, *limits)[self.part]
 
     def values(self, name: str) -> npt.NDArray[np.float64]:
         """A scalar field as float64, NaN where it was not measured."""

@@ -29,16 +29,19 @@ FACTOR_REST = 0.1
 
 def faulty_outputs(view: StepView) -> Mask:
     """Records whose GEMM returned a NaN or an Inf although its operands are finite, and what it reads of them is. [n]"""
-    sampled = _nonfinite_outputs(view) > 0
-    probes = (view.role == OUTPUT) & view.nonfinite
     out = np.zeros(len(view), dtype=np.bool_)
-    hit = np.flatnonzero(sampled | probes)
+    hit = np.flatnonzero(view.judged(_not_finite))
     if len(hit):
         broken = view.nonfinite | (view.has(Measured.QUANTISER) & (view.raw("num_nan_codes") > 0))
         for i in hit:
             made = view.facts(int(i)).gemm in READS and not _operands(view, int(i))[broken].any()
             out[i] = made and not num_entered(view, int(i))
     return out
+
+
+def _not_finite(view: StepView) -> Mask:
+    """Records whose GEMM, or whose probed module, put out something that is not finite. [n]"""
+    return np.asarray((_nonfinite_outputs(view) > 0) | ((view.role == OUTPUT) & view.nonfinite))
 
 
 def num_entered(view: StepView, i: int) -> int:

@@ -14,6 +14,7 @@ comes out larger than it went in: the codes were then made with another scale th
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from fp8watch_agent.experts import CHECKED_EXPERT
 from fp8watch_agent.record import QUANTISER_FAULTS, Measured
@@ -30,24 +31,18 @@ UNITS = {
     "num_zeroed_tiles": "tiles",
     "num_wrong_scales": "tiles",
 }
+_WRONG, _RESCALED, _DESTROYED = 1, 2, 4
 _LEAST_AMAX = 2.0**-100
 """Below this the scale of a tile overflows, and what is lost is the range of float32."""
 
 
 def quantiser_faults(view: StepView, limit: Limits) -> list[Finding]:
     """The operands of one step of one rank that their GEMMs read wrongly."""
-    checked = view.has(Measured.QUANTISER)
-    wrong = np.zeros(len(view), dtype=np.bool_)
-    if checked.any():
-        for name in QUANTISER_FAULTS:
-            wrong |= checked & (view.raw(name) > 0)
-    wrong &= ~(view.has(Measured.RATIO) & (view.raw("num_off_scale_tiles") > 0))
-    judged = _judged(view)
-    intact = judged & (view.raw("num_off_scale_tiles") == 0)
-    rescaled = (intact & _rescaled(view, limit)) | (judged & gain.larger(view, limit.destroyed_gain))
-    hit = wrong | rescaled | (intact & _destroyed(view, limit) if intact.any() else intact)
+    kinds = view.judged(_kinds, limit.destroyed_gain, limit.destroyed_sqnr_db)
+    hit = kinds != 0
     if not hit.any():
         return []
+    wrong, rescaled = (kinds & _WRONG) != 0, (kinds & _RESCALED) != 0
     at = view.in_flow(hit)
     first = int(at[0])
     facts = view.facts(first)
@@ -92,19 +87,36 @@ def quantiser_faults(view: StepView, limit: Limits) -> list[Finding]:
     return [fault_why.told(f, fault_why.of(view, facts)) for f in found]
 
 
-def _rescaled(view: StepView, limit: Limits) -> Mask:
+def _kinds(view: StepView, gain_limit: float, limit_db: float) -> npt.NDArray[np.uint8]:
+    """What is wrong with each record, as bits. [n]"""
+    checked = view.has(Measured.QUANTISER)
+    wrong = np.zeros(len(view), dtype=np.bool_)
+    if checked.any():
+        for name in QUANTISER_FAULTS:
+            wrong |= checked & (view.raw(name) > 0)
+    wrong &= ~(view.has(Measured.RATIO) & (view.raw("num_off_scale_tiles") > 0))
+    judged = _judged(view)
+    if not judged.any():
+        return np.asarray(wrong * _WRONG, dtype=np.uint8)
+    intact = judged & (view.raw("num_off_scale_tiles") == 0)
+    rescaled = (intact & _rescaled(view, gain_limit)) | (judged & gain.larger(view, gain_limit))
+    destroyed = intact & _destroyed(view, limit_db)
+    return np.asarray(wrong * _WRONG | rescaled * _RESCALED | destroyed * _DESTROYED, dtype=np.uint8)
+
+
+def _rescaled(view: StepView, limit: float) -> Mask:
     """Records of which what comes out is larger or smaller than what went in. [n]"""
     if not view.has(Measured.GAIN).any():
         return np.zeros(len(view), dtype=np.bool_)
     error, signal, noise = gain.of_view(view)
     e5m2 = view.columns.table.e5m2[view.row]
-    return gain.beyond(error, view.values("amax_max"), signal, noise, e5m2, limit.destroyed_gain)
+    return gain.beyond(error, view.values("amax_max"), signal, noise, e5m2, limit)
 
 
-def _destroyed(view: StepView, limit: Limits) -> Mask:
+def _destroyed(view: StepView, limit_db: float) -> Mask:
     """Records of which less than half of the energy is left, in the mean of tiles that all have a scale. [n]"""
     with np.errstate(invalid="ignore"):
-        return np.asarray((tile_sqnr_db(view) < limit.destroyed_sqnr_db) & (view.raw("amax_min_nonzero") > _LEAST_AMAX))
+        return np.asarray((tile_sqnr_db(view) < limit_db) & (view.raw("amax_min_nonzero") > _LEAST_AMAX))
 
 
 def _judged(view: StepView) -> Mask:
