@@ -103,6 +103,19 @@ class GradientArrival:
         self._known = ByOptimizer[_Known]()
         self._right: set[str] = set()  # that arrived as they were given, once
         self._other: set[str] = set()
+        self._met = False  # a gradient was looked at
+        self._shared_by = 0  # processes
+
+    @property
+    def unseen(self) -> str:
+        """Why no gradient was held against what backward gave so far; empty where one was."""
+        if self._met:
+            return ""
+        if self._shared_by:
+            return f"{self._shared_by} processes share them, and one does not know what the others gave"
+        if not any(known.parameters for known in self._known.values()):
+            return "no optimizer of torch was met that steps the model's own parameters"
+        return "what backward fills, `.grad` of the parameters, is not what an optimizer steps with, or cannot be read"
 
     @property
     def has_turn(self) -> bool:
@@ -123,8 +136,9 @@ class GradientArrival:
                 _let_go(known.turn)
                 known.turn = []
             known.refresh -= 1
-        if not looks or (shared := _is_shared()) or known is None or known.refresh <= 0:
-            if not looks or shared:
+        if not looks or (shared_by := _shared_by()) or known is None or known.refresh <= 0:
+            if not looks or shared_by:
+                self._shared_by = shared_by if looks else self._shared_by
                 self._known.pop(id(optimizer), None)
                 return
             names, first = dict(parameter_names(self._model)), 0 if known is None else known.next
@@ -168,6 +182,7 @@ class GradientArrival:
             got = None if expected is None else _sample(gradient, look.start)
             if got is None or expected is None or got.device != expected.device or got.shape != expected.shape:
                 continue
+            self._met = True
             if got.is_cpu and torch.equal(got, expected):
                 self._right.add(look.name)
                 continue
@@ -205,10 +220,11 @@ def _scattered(parameters: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]
     return [parameters[i * stride % num] for i in range(num)]
 
 
-def _is_shared() -> bool:
-    """Whether gradients may be those of several processes."""
+def _shared_by() -> int:
+    """So many processes may share gradients; 0: this one has its own."""
     distributed = torch.distributed
-    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+    num = distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
+    return num if num > 1 else 0
 
 
 def _let_go(looks: list[_Look]) -> None:

@@ -88,6 +88,11 @@ class OptimizerLooks(StandingState):
             if looks is not None:
                 looks.stop()
 
+    @property
+    def unseen(self) -> str:
+        """Why gradients that optimizers are given are held against nothing; empty where they are."""
+        return "" if self.arrival is None else self.arrival.unseen
+
     def named(self, numbers: dict[str, float]) -> None:
         """Numbers of a step that have arrived: what changed gets its name, and where there is no news nothing stays."""
         super().named(numbers)

@@ -20,6 +20,7 @@ from fp8watch.layers.attention_calls import logits_unseen
 from fp8watch.layers.fp8_linear import COMPUTES_KEY, GEMMS_KEY, LAYOUT_KEY, OBSERVE_KEY, WatchedLinear
 from fp8watch.observer.observation_plan import ObservationPlan
 from fp8watch.observer.probes import is_norm
+from fp8watch.session.standing_state import StandingState
 from fp8watch.session.step_optimizer import StepOwner
 from fp8watch.session.step_scalars import LOSS_MISSING_STEPS
 
@@ -35,13 +36,16 @@ LATE = (AT_STEP, LOSS_MISSING_STEPS)
 """Closed steps after which something more is told."""
 
 
-def late_facts(num_closed: int, model: nn.Module, owner: StepOwner, plan: ObservationPlan) -> dict[str, str]:
+def late_facts(
+    model: nn.Module, owner: StepOwner, plan: ObservationPlan | None, standing: StandingState, num_closed: int
+) -> dict[str, str]:
     """Facts of the session that only some steps tell; {} at all other steps."""
-    if num_closed == AT_STEP:
+    if num_closed == AT_STEP and plan is not None:
         return precision_facts(model, owner.known, plan.step.attention_dtypes.values())
-    if num_closed == LOSS_MISSING_STEPS and (unseen := logits_unseen(plan)):
-        return {"logits_unseen": unseen}
-    return {}
+    if num_closed != LOSS_MISSING_STEPS:
+        return {}
+    unseen = {"logits_unseen": logits_unseen(plan), "gradients_unseen": standing.unseen}
+    return {name: said for name, said in unseen.items() if said}
 
 
 def precision_facts(

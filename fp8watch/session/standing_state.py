@@ -108,6 +108,11 @@ class StandingState:
         elif self._kept.get(id(optimizer)) is not None:
             del self._kept[id(optimizer)]
 
+    @property
+    def unseen(self) -> str:
+        """Why gradients that optimizers are given are held against nothing; empty where they are, or nobody asks for it."""
+        return ""
+
     def stop(self) -> None:
         """Look no more, and leave nothing on the optimizers."""
         for hook in self._hooks.values():

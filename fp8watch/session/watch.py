@@ -57,11 +57,11 @@ class Watch:
         )
         as_they_are = [m.module for m in self.te.modules] if self.te is not None else ()
         self._owner = StepOwner(self._model, as_they_are, cadence.optimizers, session.say)
-        self._owns = self._owner.owns
         standing = OptimizerLooks(self._model, self._plan if self._recorder is not None else None, self._table)
         self._scalars = StepScalars(session.guard, session.say, GradientNorm(self._model, self._owner.has), standing)
         self._on_targets = self._scalars.batches.see_targets
-        self._ending, self._paused, self._stuck = False, False, ""
+        self._late = partial(late_facts, self._model, self._owner, self._plan, standing)
+        self._owns, self._ending, self._paused, self._stuck = self._owner.owns, False, False, ""
         self._hooks: list[Removable] = list(attachment.hooks)
         plan, recorder, self._detached = self._plan, self._recorder, self._plan is None
         if plan is not None and (recorder is not None or plan.step.warming):
@@ -246,7 +246,7 @@ class Watch:
             if cycle.num_closed <= FIRST_CHECKS or cycle.num_closed % CHECK_EVERY == 0:
                 self.guard.run("replaced", self._replaced.look)
             if cycle.num_closed in LATE:
-                self._tell(self.guard.run("late", late_facts, cycle.num_closed, self._model, self._owner, plan) or {})
+                self._tell(self.guard.run("late", self._late, cycle.num_closed) or {})
             if self._stuck:
                 self._stuck = ""
                 self._tell({STUCK_FACT: ""})

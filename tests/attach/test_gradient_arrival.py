@@ -212,7 +212,7 @@ def test_a_gradient_that_is_lost_whole_is_told(attach):
     assert any(v == 1 for s in news(watch)[ROUND:] for k, v in s.items() if k.startswith(GRADIENT_APART))
 
 
-def test_gradients_of_several_processes_are_not_looked_at(attach, monkeypatch):
+def test_gradients_of_several_processes_are_not_looked_at_and_that_is_said(attach, monkeypatch):
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     model = Deep()
@@ -221,6 +221,42 @@ def test_gradients_of_several_processes_are_not_looked_at(attach, monkeypatch):
     arrival.after(optimizer, looks=True)
     arrival.backward_begins()
     assert not any(p._backward_hooks for p in model.parameters())
+    assert arrival.unseen == "2 processes share them, and one does not know what the others gave"
+
+
+def with_copies(model, watch):
+    """An optimizer of copies, which nothing in torch connects with the model."""
+    own = list(model.parameters())
+    optimizer = adam(nn.ParameterList([p.detach().clone() for p in own]))
+    for _ in range(24):
+        model(torch.arange(32).view(2, 16)).sum().backward()
+        for p, mine in zip(own, optimizer.param_groups[0]["params"], strict=True):
+            mine.grad, p.grad = p.grad, None
+        optimizer.step()
+        watch.step()
+
+
+def with_gradients_moved(model, watch):
+    """As an engine does that keeps them elsewhere."""
+    steps(model, adam(model), 24, before=lambda _: [setattr(p, "grad", None) for p in model.parameters()])
+
+
+@pytest.mark.parametrize(
+    ("train", "said"),
+    [
+        (lambda model, _: steps(model, adam(model), 24), None),
+        (with_copies, "no optimizer of torch was met that steps the model's own parameters"),
+        (with_gradients_moved, "what backward fills, `.grad` of the parameters, is not what an optimizer steps with"),
+    ],
+    ids=["looked-at", "copies", "moved"],
+)
+def test_that_no_gradient_could_be_held_against_another_is_said(attach, train, said):
+    model = Deep()
+    watch = attach(model)
+    train(model, watch)
+    assert watch._cycle.num_closed >= 20
+    told = watch._recorder.facts.get("gradients_unseen")
+    assert told is None if said is None else told.startswith(said)
 
 
 def test_between_two_steps_no_parameter_has_a_hook_and_numbers_stay(attach):

@@ -363,7 +363,7 @@ def test_a_flag_that_came_or_went_at_a_resume_is_a_change(
     assert fix in {f["text"] for f in words.fix}
 
 
-@pytest.mark.parametrize("fact", ["restart_count", "logits_unseen", "replaced"])
+@pytest.mark.parametrize("fact", ["restart_count", "logits_unseen", "gradients_unseen", "replaced"])
 def test_what_a_restart_is_and_what_is_not_seen_are_no_flags(fact: str) -> None:
     """A job that its launcher starts again says so by a number."""
     sessions = [SessionFacts(f"{n:032x}", 0, n, facts={"recipe": "blockwise", fact: n}) for n in (1, 2)]

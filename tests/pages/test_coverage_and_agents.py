@@ -43,7 +43,11 @@ def test_run_page_says_what_is_in_fp8_on_which_backend_and_what_is_not_and_why(
 ) -> None:
     with serving(make_app(tmp_path_factory.mktemp("coverage"))) as client:
         run = synthetic.Run(client, "cover", "cover", sites=synthetic.make_sites(1)).register()
-        facts = {"left_out": "lm_head (output head); <b>x (too small)", "configuration_warning": "E5M2 with <1,128>"}
+        facts = {
+            "left_out": "lm_head (output head); <b>x (too small)",
+            "configuration_warning": "E5M2 with <1,128>",
+            "gradients_unseen": "2 processes share them",
+        }
         session = {"rank": 0, "host": "node-1", "pid": 1, "recipe": "blockwise", "backend": "cpu", "facts": facts}
         assert client.put(f"/v1/runs/cover/sessions/{run.session}", json=session).status_code == 200
         run.send(range(3))
@@ -51,6 +55,7 @@ def test_run_page_says_what_is_in_fp8_on_which_backend_and_what_is_not_and_why(
     said = words(html, "coverage")
     for expected in (
         "7 modules",
+        "Whether optimizers get the gradients that backward gave is not looked at: 2 processes share them.",
         "input rowwise E4M3 1×128 power of two blockwise reference 7",
         "weight rowwise E4M3 128×128",
     ):

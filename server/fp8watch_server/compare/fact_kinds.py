@@ -15,6 +15,7 @@ CONSEQUENCES = frozenset(
     {
         *("fingerprint", "attempt", "restart_count", "checkpoints", "replaced", "not_called", "silent_share"),
         *("loaded_weights", "loaded_codes", "loaded_scales", "loaded_delayed", "no_step_ended", "logits_unseen"),
+        "gradients_unseen",
         *("num_linears", "gemm_flops_observed", "not_taken", "not_counted", "roles", "precision.cached for backward"),
         "precision.attention",
     }

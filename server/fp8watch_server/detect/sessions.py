@@ -51,7 +51,7 @@ _IGNORED = frozenset(
             "not_counted",
             BLIND_FACT,
             "no_step_ended",
-            "logits_unseen",
+            *("logits_unseen", "gradients_unseen"),
             "replaced",
             "restart_count",
             ROLES_FACT,

@@ -92,6 +92,7 @@ def coverage(run: RunWithSessions, sites: Sequence[SiteRow]) -> Dict:
             for name, text in facts.items()
             if str(name).startswith(PRECISION)
         ][:NUM_PRECISIONS],
+        "gradients_unseen": str(facts.get("gradients_unseen") or ""),
         "warnings": [
             str(facts[k])
             for k in ("silent_share", "configuration_warning", "declared_not_effective", "te_unread", "logits_unseen")

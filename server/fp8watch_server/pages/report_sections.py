@@ -189,6 +189,8 @@ def not_looked_at(of: Subject) -> Section | None:
         if covered[key]:
             names = "" if of.redact else f": {', '.join(name for name, _ in covered[key][:8])}"
             lines.append(f"{words[:1].upper()}{words[1:]}: {len(covered[key])} modules{names}.")
+    if covered["gradients_unseen"]:
+        lines.append(f"Gradients on their way to the optimizer: {covered['gradients_unseen']}.")
     agents = coverage.agents(of.run)
     if agents["num_missing"]:
         lines.append(f"Ranks: {agents['num_missing']} of {of.run['world_size']} never came.")
