@@ -77,3 +77,15 @@ GRADIENTS_NORMAL = f"{OPTIMIZER}gradients_normal"
 
 GRADIENTS_FEW = f"{OPTIMIZER}gradients_few"
 """How many of those that are named have too few elements to say so."""
+
+GRADIENT_OF = f"{OPTIMIZER}gradient_of/"
+"""Before the name of a parameter whose gradient several processes share: how many. What follows is of a sample of it."""
+
+SKETCH_NUMBERS = 8
+"""Products with random signs of a gradient that is shared."""
+
+GRADIENT_GIVEN = f"{OPTIMIZER}gradient_given/"
+"""Before 0 … SKETCH_NUMBERS − 1: those of what backward added up in this process; over all processes they add up to those of the sum."""
+
+GRADIENT_GOT = f"{OPTIMIZER}gradient_got/"
+"""Before the same: those of what the optimizer of this process got."""

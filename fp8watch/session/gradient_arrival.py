@@ -11,8 +11,9 @@ and it is held against what is there when the optimizer steps, up to a number. T
 of which the first look is wrong is one whose gradient training changes on purpose, perhaps: noise, projections, masks. Those
 are counted, and said apart. Values that are clipped one by one are no news either.
 
-Where processes share gradients autograd's is of this process alone, and nothing is looked at. The hook is there from the first backward
-of a step to its optimizer: a checkpoint, or a copy of the model between two steps, sees none.
+Where processes share gradients autograd's is of this process alone: each says a sketch of its own, and the collector holds their sum
+against what arrived (`gradient_sketch`). The hook is there from the first backward of a step to its optimizer: a checkpoint, or a
+copy of the model between two steps, sees none.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fp8watch.layers.operand_check import capturing
 from fp8watch.session.by_optimizer import ByOptimizer
+from fp8watch.session.gradient_sketch import STEPS_APART, only_finite, sketches
 from fp8watch.session.tensor_places import parameter_names
 from fp8watch_agent.guard import Guard
 from fp8watch_agent.update_names import (
@@ -88,6 +90,8 @@ class _Known:
     turn: list[_Look] = field(default_factory=list)
     rest: int = 0  # steps until the next turn
     stepped_s: float = 0.0  # when its optimizer did
+    shared_by: int = 0  # processes; 0: gradients are this one's own
+    sharded: bool = False  # its parameters are parts of tensors
 
 
 class GradientArrival:
@@ -104,15 +108,14 @@ class GradientArrival:
         self._right: set[str] = set()  # that arrived as they were given, once
         self._other: set[str] = set()
         self._met = False  # a gradient was looked at
-        self._shared_by = 0  # processes
 
     @property
     def unseen(self) -> str:
         """Why no gradient was held against what backward gave so far; empty where one was."""
         if self._met:
             return ""
-        if self._shared_by:
-            return f"{self._shared_by} processes share them, and one does not know what the others gave"
+        if any(known.sharded for known in self._known.values()):
+            return "parameters are sharded over processes (DTensor), and so are gradients"
         if not any(known.parameters for known in self._known.values()):
             return "no optimizer of torch was met that steps the model's own parameters"
         return "what backward fills, `.grad` of the parameters, is not what an optimizer steps with, or cannot be read"
@@ -136,24 +139,27 @@ class GradientArrival:
                 _let_go(known.turn)
                 known.turn = []
             known.refresh -= 1
-        if not looks or (shared_by := _shared_by()) or known is None or known.refresh <= 0:
-            if not looks or shared_by:
-                self._shared_by = shared_by if looks else self._shared_by
-                self._known.pop(id(optimizer), None)
-                return
+        if not looks:
+            self._known.pop(id(optimizer), None)
+            return
+        if known is None or known.refresh <= 0:
             names, first = dict(parameter_names(self._model)), 0 if known is None else known.next
-            held = [p for group in optimizer.param_groups for p in group["params"] if type(p) is nn.Parameter]
-            known = _Known(_scattered([(names[id(p)], p) for p in held if id(p) in names]), first)
+            held = [p for group in optimizer.param_groups for p in group["params"] if id(p) in names]
+            plain: list[tuple[str, Tensor]] = [(names[id(p)], p) for p in held if type(p) is nn.Parameter]
+            known = _Known(_scattered(plain), first, sharded=bool(held) and not plain)
             self._known.put(optimizer, known)
+        known.shared_by = _shared_by()
         now, last = perf_counter(), known.stepped_s
         known.stepped_s = now
         if known.rest > 0:
             known.rest -= 1
             return
         some, first = known.parameters, known.next
-        num = min(MAX_TURNS, -(-len(some) // STEPS_A_ROUND))
+        num = min(1 if known.shared_by else MAX_TURNS, -(-len(some) // STEPS_A_ROUND))
         known.next += num
-        if known.next > len(some):  # all have been looked at: what is wrong from here on is told from what always was
+        if known.shared_by:
+            known.rest = STEPS_APART - 1
+        elif known.next > len(some):  # all have been looked at: what is wrong from here on is told from what always was
             known.rest = min(MAX_REST - 1, int(num * LOOK_S / max(COST_SHARE * (now - last), 1e-9)))
         known.turn = [_Look(*some[i % len(some)], first) for i in range(first, known.next)]
 
@@ -183,6 +189,9 @@ class GradientArrival:
             if got is None or expected is None or got.device != expected.device or got.shape != expected.shape:
                 continue
             self._met = True
+            if known is not None and known.shared_by:
+                found |= sketches(look.name, expected, got, known.shared_by)
+                continue
             if got.is_cpu and torch.equal(got, expected):
                 self._right.add(look.name)
                 continue
@@ -197,6 +206,7 @@ class GradientArrival:
 
     def named(self, numbers: dict[str, float]) -> None:
         """Numbers of a step that have arrived: what was right once and is wrong stays; of others only how many there are."""
+        only_finite(numbers)
         for key in [n for n in numbers if n.startswith(GRADIENT_APART)]:
             name, apart = key.removeprefix(GRADIENT_APART), numbers[key]
             if apart == 0:

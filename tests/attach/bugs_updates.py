@@ -18,6 +18,8 @@ _NOT_TWICE = f"{_T}test_a_second_step_that_is_not_on_the_same_gradients_applies_
 _MEANT = f"{_T}test_what_a_weight_was_to_move_by_is_adams_step_and_its_decay"
 _TIMES = f"{_T}test_weights_that_move_further_than_adam_says_are_told_by_how_much"
 _G = "tests/attach/test_gradient_arrival.py::"
+_S = "tests/attach/test_gradient_sums.py::"
+_SHARED = f"{_G}test_gradients_of_several_processes_are_said_as_sketches_in_turns_that_no_clock_paces"
 _WAYS = f"{_G}test_what_trainings_do_to_gradients_says_nothing"
 _ANOTHER = f"{_G}test_another_gradient_than_backward_gave_is_told_with_its_parameter"
 UPDATE_BUGS = [
@@ -41,8 +43,12 @@ UPDATE_BUGS = [
     Bug("a turn of several rests longer", "gradient_arrival:GradientArrival.after", "int(num * LOOK_S", "int(LOOK_S", f"{_G}test_a_turn_of_several_rests_longer"),
     Bug("no hook is left between steps", "gradient_arrival:GradientArrival.before", "look.handle.remove()", "",
         f"{_G}test_between_two_steps_no_parameter_has_a_hook_and_numbers_stay"),
-    Bug("gradients of several processes", "gradient_arrival:_shared_by", "num if num > 1 else 0", "0",
-        f"{_G}test_gradients_of_several_processes_are_not_looked_at_and_that_is_said"),
+    Bug("gradients of several processes", "gradient_arrival:_shared_by", "num if num > 1 else 0", "0", _SHARED),
+    Bug("no clock decides when processes say a sketch", "gradient_arrival:GradientArrival.after", "known.rest = STEPS_APART - 1", "known.rest = int(now - last) % 3",
+        _SHARED),
+    Bug("a sketch of values that were clipped", "gradient_sketch:sketches", "told = both.where(~clipped, math.nan)", "told = both", f"{_S}test_values_that_are_clipped_one_by_one_say_nothing"),
+    Bug("a sketch of what is not finite", "gradient_sketch:only_finite", "math.isfinite(numbers[n])", "True", f"{_S}test_sketches_are_linear_and_say_nothing_of_what_is_not_finite"),
+    Bug("processes have the same signs", "gradient_sketch:_signs", "manual_seed(SEED)", "manual_seed(__import__('os').getpid())", f"{_S}test_what_is_reduced_adds_up"),
     Bug("gradients that nobody could look at are said", "gradient_arrival:GradientArrival.unseen", "if self._met:", "if True:",
         f"{_G}test_that_no_gradient_could_be_held_against_another_is_said"),
     Bug("gradients that were looked at are not said to be unseen", "gradient_arrival:GradientArrival.before", "self._met = True", "",

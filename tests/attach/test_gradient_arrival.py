@@ -16,6 +16,9 @@ from fp8watch.session.gradient_arrival import GradientArrival
 from fp8watch_agent.guard import Guard
 from fp8watch_agent.update_names import (
     GRADIENT_APART,
+    GRADIENT_GIVEN,
+    GRADIENT_GOT,
+    GRADIENT_OF,
     GRADIENTS_FEW,
     GRADIENTS_FLUSHED,
     GRADIENTS_NORMAL,
@@ -212,16 +215,23 @@ def test_a_gradient_that_is_lost_whole_is_told(attach):
     assert any(v == 1 for s in news(watch)[ROUND:] for k, v in s.items() if k.startswith(GRADIENT_APART))
 
 
-def test_gradients_of_several_processes_are_not_looked_at_and_that_is_said(attach, monkeypatch):
+def test_gradients_of_several_processes_are_said_as_sketches_in_turns_that_no_clock_paces(attach, monkeypatch):
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    monkeypatch.setattr(gradient_arrival, "perf_counter", iter(range(0, 10**6, 1000)).__next__)
     model = Deep()
-    arrival = GradientArrival(model, Guard())
-    optimizer = adam(model)
-    arrival.after(optimizer, looks=True)
-    arrival.backward_begins()
-    assert not any(p._backward_hooks for p in model.parameters())
-    assert arrival.unseen == "2 processes share them, and one does not know what the others gave"
+    arrival, optimizer, told = GradientArrival(model, Guard()), adam(model), []
+    for _ in range(12):
+        arrival.backward_begins()
+        model(torch.arange(32).view(2, 16)).sum().backward()
+        told.append(arrival.before(optimizer))
+        optimizer.step()
+        optimizer.zero_grad()
+        arrival.after(optimizer, looks=True)
+    assert [bool(of) for of in told] == [k % 4 == 1 for k in range(12)]
+    assert all(of.pop(next(n for n in of if n.startswith(GRADIENT_OF))) == 2 for of in told if of)
+    assert all(n.startswith((GRADIENT_GIVEN, GRADIENT_GOT)) for of in told for n in of)
+    assert arrival.unseen == ""
 
 
 def with_copies(model, watch):

@@ -8,7 +8,45 @@ UPDATES = "tests/detect/test_weight_updates.py"
 TOLD = f"{UPDATES}::test_each_is_told_with_its_mode_place_and_fix"
 SILENT = f"{UPDATES}::test_what_is_seen_once_or_is_an_adjustment_is_silent"
 
+SUMS = "tests/detect/test_gradient_sums.py"
+NO_SUM = f"{SUMS}::test_what_is_no_sum_or_not_known_is_silent"
+ADDS_UP = f"{SUMS}::test_what_does_not_add_up_is_told_with_its_process"
+
 OF_UPDATES = [
+    Bug(
+        "what never added up is no sum",
+        "gradient_sums:GradientSums.observe",
+        "elif name in self._right:",
+        "else:",
+        NO_SUM,
+    ),
+    Bug("a sum of which a process is not there", "gradient_sums:_of_step", "== {len(of)}", "!= set()", NO_SUM),
+    Bug(
+        "what names nobody is seen twice",
+        "gradient_sums:GradientSums._follow",
+        "if not (seen or verdict.ranks) or",
+        "if",
+        NO_SUM,
+    ),
+    Bug("a process that is missing is named", "gradient_sums:judge", '("missing", -1.0), ', "", ADDS_UP),
+    Bug("a process that is counted twice is named", "gradient_sums:judge", ', ("twice", 1.0)', "", ADDS_UP),
+    Bug(
+        "a process that got something else is named", "gradient_sums:judge", "if not wrong.all():", "if False:", ADDS_UP
+    ),
+    Bug(
+        "processes that keep their own",
+        "gradient_sums:judge",
+        'return Verdict("own"',
+        'return Verdict("apart"',
+        ADDS_UP,
+    ),
+    Bug(
+        "a process is named only where no other fits",
+        "gradient_sums:judge",
+        "fits[others[0]] > SINGLED_OUT",
+        "True or fits[others[0]] > SINGLED_OUT",
+        f"{SUMS}::test_a_rank_is_named_only_where_no_other_fits",
+    ),
     Bug(
         "an update that goes astray once",
         "weight_updates:WeightUpdates._again",

@@ -42,6 +42,7 @@ LOSS_FLOW = 1 << 40
 _OF_KIND = {
     "in-effect": IN_EFFECT,
     "gradient-apart": ON_THE_WAY,
+    "gradient-sum": ON_THE_WAY,
     "gradients-flushed": ON_THE_WAY,
     "weights-written": BLIND,
     "gradient-noise": BLIND,

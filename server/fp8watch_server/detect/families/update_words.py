@@ -7,7 +7,7 @@ Thread:     any
 from __future__ import annotations
 
 from fp8watch_server.detect.finding import Finding
-from fp8watch_server.detect.phrases import baseline, evidence, number
+from fp8watch_server.detect.phrases import baseline, evidence, number, rank_words
 from fp8watch_server.detect.remedies import Fix
 
 _INNOCENT = "FP8 is not the cause."
@@ -41,6 +41,8 @@ def words(f: Finding) -> tuple[str, str]:
             "whatever number it may be multiplied by; at an earlier look it did not. Between the two a micro-batch was lost, another tensor wrote into the buffer, or something "
             f"changes gradients since then. A few parameters are looked at in each step, one after the other: it may have begun earlier, and concern more. {_INNOCENT}",
         )
+    if kind == "gradient-sum":
+        return _of_sum(f, first, more)
     if kind == "gradient-noise":
         return (
             f"Noise is added to gradients since step {at}",
@@ -148,6 +150,42 @@ def _percent(share: object) -> str:
     return f"{number(float(f'{100 * share:.2g}'))} %" if isinstance(share, int | float) else "some"
 
 
+def _of_sum(f: Finding, first: str, more: str) -> tuple[str, str]:
+    """Of gradients that several processes gave."""
+    how, num, odd = f.extra.get("how"), f.extra.get("num_ranks"), f.extra.get("odd_ranks") or []
+    who, at = rank_words(odd) if odd else "", f.onset
+    off = _percent(evidence(f, "gradient_apart"))
+    title, why = {
+        "missing": (
+            f"The gradient of {who} is missing in the sum over {num} processes since step {at}",
+            f"It is a multiple of the sum of the others': what {who} gave is not in it. Its data are not trained on.",
+        ),
+        "twice": (
+            f"The gradient of {who} is counted twice in the sum over {num} processes since step {at}",
+            f"It is a multiple of that sum with what {who} gave added once more.",
+        ),
+        "one": (
+            f"The optimizer of {who} gets another gradient than those of the other processes since step {at}",
+            f"The others got a multiple of the sum, {who} did not: its weights drift away from the others'.",
+        ),
+        "own": (
+            f"Gradients are not added up over {num} processes since step {at}: each steps with its own",
+            "Each process got a multiple of what it gave itself. Weights drift apart.",
+        ),
+    }.get(
+        str(how),
+        (
+            f"Gradients of {num} processes do not add up to what their optimizers get, since step {at}",
+            "Neither leaving out what one of them gave nor adding it once more makes it fit: several are missing, something else was added or written over, or "
+            "training changes gradients since then.",
+        ),
+    )
+    return title, (
+        f"At step {f.step} a linear sketch of {first}{more}, of what each of {num} processes gave and of what its optimizer got, is off by {off} of its norm, whatever number it may be "
+        f"multiplied by; at an earlier look it was not. {why} One parameter is looked at in some steps: it may have begun earlier, and concern more. {_INNOCENT}"
+    )
+
+
 _FIXES: dict[str, tuple[str, ...]] = {
     "rate-below-zero": (
         "Give the schedule as many steps as the run has, or hold the rate at its last value (max(0, …) in a LambdaLR).",
@@ -157,6 +195,11 @@ _FIXES: dict[str, tuple[str, ...]] = {
         "Look at what lies between backward and optimizer.step: fused accumulation (gradient_accumulation_fusion, main_grad), buckets that are reused, an overlap that does not wait, hooks.",
         "Compare .grad of this parameter behind each micro-batch with the sum of the micro-batches' own gradients.",
         "If gradients are changed on purpose from here on (noise, masks, projections): silence this.",
+    ),
+    "gradient-sum": (
+        "Look at what reduces gradients: a communication hook, no_sync around a backward that should reduce, buckets whose all-reduce is not waited for, find_unused_parameters, a process that skips a batch.",
+        "Compare hashes of the weights between processes: where they differ, go back to the checkpoint before it.",
+        "If gradients are changed on purpose from here on (compression, noise, values clipped by code of your own): silence this.",
     ),
     "gradient-noise": (
         "If noise is meant from here on (regularisation, differential privacy): nothing.",
@@ -217,6 +260,7 @@ def fixes(kind: str) -> list[Fix]:
 _ALTERNATIVES: dict[str, tuple[tuple[str, str], ...]] = {
     "rate-below-zero": (("scalar-shift", "the rate is 0 or above, and the loss rises"),),
     "gradient-apart": (("bad-batch", "gradients arrive as they were given, and are larger"),),
+    "gradient-sum": (("cross-rank-disagreement", "gradients add up, and weights of replicas differ"),),
     "gradient-noise": (("silent-data-corruption", "nothing in training adds noise to gradients"),),
     "gradients-flushed": (("dead-layer", "backward gives zeros already"),),
     "gradients-other": (("optimizer-divergence", "gradients arrive as they were given, and updates are too large"),),

@@ -1,13 +1,14 @@
 """Silent data corruption: mode 15, silent-data-corruption.
 
-Five find it: `families.corruption` by a leap, `weight_zeros` by elements that became 0, `families.replica_consistency` by hashes
+Six find it: `families.corruption` by a leap, `weight_zeros` by elements that became 0, `families.replica_consistency` by hashes
 that differ between replicas, `families.optimizer_state` by moments that change while no optimizer runs, `families.weight_updates` by
-what one update did.
+what one update did, `families.gradient_sums` by gradients of several processes that do not add up.
 """
 
 from __future__ import annotations
 
 from fp8watch_server.detect.families.corruption import Corruption
+from fp8watch_server.detect.families.gradient_sums import GradientSums
 from fp8watch_server.detect.families.optimizer_state import OptimizerState
 from fp8watch_server.detect.families.weight_updates import WeightUpdates
 from fp8watch_server.detect.limits import threshold
@@ -35,6 +36,6 @@ MODE = Mode(
             "30 × the floor of weights; the largest healthy step is 0.04",
         ),
     ),
-    detectors=(Corruption, WeightZeros, OptimizerState, WeightUpdates),
+    detectors=(Corruption, WeightZeros, OptimizerState, WeightUpdates, GradientSums),
     alternatives_of=alternatives,
 )

@@ -1,0 +1,61 @@
+"""A few numbers that say what this process gave of a gradient that several share, and what its optimizer got.
+
+Shapes:     a sample of one gradient -> [NUM] float32, of what was given and of what arrived
+Thread:     training, before an optimizer steps; nothing waits for a device
+
+What backward gives here is one summand; the others are in other processes. But products with fixed random signs (a linear sketch:
+Alon, Matias, Szegedy, "The space complexity of approximating the frequency moments", 1996) of summands add up to those of the sum. So
+each process says its own, of the same elements in the same step, and who has all of them holds the sum against what arrived,
+up to a number: no process waits for another.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8watch_agent.update_names import GRADIENT_GIVEN, GRADIENT_GOT, GRADIENT_OF, SKETCH_NUMBERS
+
+SEED = 0x6BAD
+"""Of the signs, which all processes must have alike."""
+STEPS_APART = 4
+"""From one turn to the next, in all processes alike: no clock decides here."""
+
+
+@functools.lru_cache(maxsize=8)
+def _signs(num: int, device: torch.device) -> Tensor:
+    """Float32 ±1 [num, SKETCH_NUMBERS], by `torch.randint` of a generator on the CPU."""
+    generator = torch.Generator(device="cpu").manual_seed(SEED)
+    bits = torch.randint(0, 2, (num, SKETCH_NUMBERS), generator=generator, device="cpu", dtype=torch.float32)
+    return (2.0 * bits - 1.0).to(device)
+
+
+def sketches(name: str, given: Tensor, got: Tensor, shared_by: int) -> dict[str, Any]:
+    """Numbers of a step. NaN where nothing can be said: something is not finite, or values were clipped one by one.
+
+    Args:
+        name: of the parameter.
+        given: float32 sample of what backward added up here.
+        got: of what its optimizer is about to step with, the same elements.
+        shared_by: so many processes.
+    """
+    signs = _signs(given.numel(), given.device)
+    size = got.abs()
+    limit = size.amax()
+    clipped = ((size == limit).sum() > 1) & (limit > 0)  # whatever is clipped by its value has one magnitude
+    both = torch.stack([given.flatten(), got.flatten()]) @ signs
+    told = both.where(~clipped, math.nan).flatten().unbind()
+    names = [f"{what}{k}" for what in (GRADIENT_GIVEN, GRADIENT_GOT) for k in range(SKETCH_NUMBERS)]
+    return {GRADIENT_OF + name: float(shared_by), **dict(zip(names, told, strict=True))}
+
+
+def only_finite(numbers: dict[str, float]) -> None:
+    """Leave of the numbers of a step those of a sketch that says something."""
+    mine = [n for n in numbers if n.startswith((GRADIENT_GIVEN, GRADIENT_GOT, GRADIENT_OF))]
+    if not all(math.isfinite(numbers[n]) for n in mine):
+        for name in mine:
+            del numbers[name]

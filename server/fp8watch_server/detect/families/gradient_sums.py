@@ -1,0 +1,177 @@
+"""Whether what each process gave of a gradient adds up to what their optimizers got: mode 15.
+
+Shapes:     sketches of one parameter in one step, [ranks, 8] given and [ranks, 8] got -> at most one finding
+Thread:     detect worker
+
+Products with random signs are linear: those of all processes' gradients add up to those of the sum, whatever number divides it
+and whatever it is clipped to by its norm. So a reduction is checked from outside, with no word between processes. Held against each
+other are ranks that say the same parameter in the same step, where all of them have come. What was never right is no
+data-parallel sum (another topology, compression, noise); of what was, a rank that is missing in the sum, that is in it twice, or that
+got another result than the others, is named where the numbers single it out; else it must be seen twice.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from fp8watch_agent.update_names import GRADIENT_GIVEN, GRADIENT_GOT, GRADIENT_OF, SKETCH_NUMBERS
+from fp8watch_server.detect.context import Context
+from fp8watch_server.detect.detector import Detector
+from fp8watch_server.detect.finding import Evidence, Finding
+
+Floats = npt.NDArray[np.float64]
+
+APART = 0.02
+"""Of its norm: sums in two bytes round by up to 0.004 of it."""
+SINGLED_OUT = 4.0
+"""By so many times one explanation must fit better than the next."""
+AGAIN_STEPS = 64
+"""Within which it must be seen again, where no rank is named."""
+REPEAT_STEPS = 5
+KIND = "gradient-sum"
+
+
+class _Sketches(NamedTuple):
+    ranks: tuple[int, ...]
+    given: Floats  # [ranks, 8]
+    got: Floats
+
+
+class Verdict(NamedTuple):
+    """What the sketches of one parameter say."""
+
+    how: str
+    """"missing", "twice", "own", "one" or "apart"."""
+    ranks: tuple[int, ...]
+    """Who is named."""
+    apart: float
+    """How far off the sum it is, as a share of its norm, of the rank that is furthest."""
+
+
+class GradientSums(Detector):
+    """Follows the parameters whose gradients are shared."""
+
+    modes = ("silent-data-corruption",)
+    between_samples = True
+
+    def __init__(self, num_sites: int = 0) -> None:
+        self._right: set[str] = set()  # parameters whose gradients added up once
+        self._last: int | None = None  # step in which one did not
+        self._first: int | None = None
+        self._told: int | None = None
+        self._names: set[str] = set()
+
+    def grow(self, num_sites: int) -> None:
+        """Not by site."""
+
+    def frozen(self) -> None:
+        """Baselines of sites go on."""
+
+    def resume(self) -> None:
+        """What was followed is over; that a parameter's gradients add up is not."""
+        self._last = self._first = self._told = None
+        self._names.clear()
+
+    def observe(self, ctx: Context) -> list[Finding]:
+        """Judge one step."""
+        found = []
+        for name, said in _of_step(ctx).items():
+            verdict = judge(said.ranks, said.given, said.got)
+            if verdict is None:
+                self._right.add(name)
+            elif name in self._right:
+                found += self._follow(ctx, name, said, verdict)
+        return found[:1]
+
+    def _follow(self, ctx: Context, name: str, said: _Sketches, verdict: Verdict) -> list[Finding]:
+        step, seen = ctx.now.step, self._last is not None and ctx.now.step - self._last <= AGAIN_STEPS
+        if not seen:
+            self._first, self._told = step, None
+            self._names.clear()
+        apart = step - self._last if seen and self._last is not None else 1
+        self._last = step
+        self._names.add(name)
+        if not (seen or verdict.ranks) or (self._told is not None and step - self._told < REPEAT_STEPS):
+            return []
+        self._told = step
+        module, _, operand = name.rpartition(".")
+        facts = ctx.now.table.facts
+        rows = np.array(
+            [i for i, f in enumerate(facts) if module and (f.module, f.operand) == (module, operand)], np.int64
+        )
+        evidence = [
+            Evidence("gradient_apart", float(f"{verdict.apart:.3g}"), 0, f"of its norm, {name}", step),
+            Evidence("parameters", len(self._names), 0, "so far", step),
+            Evidence("processes", len(said.ranks), None, "whose gradients were added up", step),
+        ]
+        began = step if self._first is None else self._first
+        more: dict[str, Any] = {"rank": verdict.ranks[0]} if verdict.ranks else {}
+        return [
+            ctx.now.finding(
+                "silent-data-corruption", "warning", rows, evidence, "shared",
+                kind=KIND, first=name, how=verdict.how, odd_ranks=list(verdict.ranks[:64]), num_ranks=len(said.ranks),
+                num=len(self._names), began=began, not_before=began, apart=apart, **more,
+            )
+        ]  # fmt: skip
+
+
+def _of_step(ctx: Context) -> dict[str, _Sketches]:
+    """Parameter -> what all of its processes say of it in this step; nothing of one that lacks some."""
+    by_name: dict[str, dict[int, tuple[Floats, Floats, int]]] = {}
+    for view in ctx.now.views:
+        if not any(name.startswith(GRADIENT_OF) for name in view.columns.batch.header.logs):
+            continue
+        logs = view.logs()
+        for name in [n for n in logs if n.startswith(GRADIENT_OF)]:
+            given, got = (
+                np.array([logs.get(f"{what}{k}", np.nan) for k in range(SKETCH_NUMBERS)])
+                for what in (GRADIENT_GIVEN, GRADIENT_GOT)
+            )
+            if np.isfinite(given).all() and np.isfinite(got).all():
+                by_name.setdefault(name.removeprefix(GRADIENT_OF), {})[view.rank] = given, got, int(logs[name])
+    out = {}
+    for name, of in by_name.items():
+        if len(of) > 1 and {num for *_, num in of.values()} == {len(of)}:
+            ranks = tuple(sorted(of))
+            out[name] = _Sketches(ranks, np.stack([of[r][0] for r in ranks]), np.stack([of[r][1] for r in ranks]))
+    return out
+
+
+def judge(ranks: tuple[int, ...], given: Floats, got: Floats) -> Verdict | None:
+    """Whether what ranks got is a multiple of the sum of what they gave; None where it is, or nothing was given.
+
+    Args:
+        ranks: [R] who.
+        given: [R, 8] sketches of what each gave.
+        got: [R, 8] of what each got.
+    """
+    total = given.sum(axis=0)
+    if not total.any():
+        return None
+    off = np.array([_apart(g, total) for g in got])
+    wrong, worst = off > APART, float(off.max())
+    if not wrong.any():
+        return None
+    if not wrong.all():
+        return Verdict("one", tuple(r for r, is_wrong in zip(ranks, wrong, strict=True) if is_wrong), worst)
+    if max(_apart(g, mine) for g, mine in zip(got, given, strict=True)) <= APART:
+        return Verdict("own", (), worst)
+    if max(_apart(g, got[0]) for g in got) > APART:
+        return Verdict("apart", (), worst)
+    for how, sign in (("missing", -1.0), ("twice", 1.0)):
+        fits = np.array([_apart(got[0], total + sign * mine) for mine in given])
+        best, *others = np.argsort(fits)
+        if fits[best] <= APART and fits[others[0]] > SINGLED_OUT * max(fits[best], APART / SINGLED_OUT):
+            return Verdict(how, (ranks[int(best)],), worst)
+    return Verdict("apart", (), worst)
+
+
+def _apart(got: Floats, of: Floats) -> float:
+    """How far one is from a multiple of the other, as a share of its norm; 1 where it is 0 and the other is not."""
+    energy, size = float(of @ of), float(np.linalg.norm(got))
+    if not size or not energy:
+        return float((size > 0) != (energy > 0))
+    return float(np.linalg.norm(got - (got @ of) / energy * of)) / size

@@ -1,0 +1,114 @@
+"""Gradients that several processes give, and what their optimizers get: told where they do not add up, silent elsewhere."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from detect.folded import Folded, fold
+from detect.play import play
+from detect.scenarios import STEPS, Case, _replicas
+from detect.trace import Trace
+
+from fp8watch_agent.update_names import GRADIENT_GIVEN, GRADIENT_GOT, GRADIENT_OF, SKETCH_NUMBERS
+from fp8watch_server.detect.families.gradient_sums import judge
+from fp8watch_server.incidents.explain import explain
+
+AT, TURNS = 120, range(1, STEPS, 4)
+NUM = 4
+
+
+def ranks_with(change, *, num: int = NUM, last_stops: bool = False, names: int = 3) -> list[Trace]:
+    """Ranks that say sketches of a few parameters in turn; `change(step, given, got)` returns what they got, in place or anew."""
+    rng = np.random.default_rng(7)
+    ranks = _replicas(5, num)
+    module = next(f.module for f in ranks[0].facts.values() if f.operand == "weight")
+    parameters = [f"{module}.weight", *(f"elsewhere.{k}.bias" for k in range(names - 1))]
+    for t in ranks:
+        t.absent_logs = True
+    for turn, step in enumerate(TURNS):
+        name = parameters[turn % names]
+        given = rng.normal(0, 1, (num, SKETCH_NUMBERS)) + rng.normal(0, 1, SKETCH_NUMBERS)
+        got = np.tile(given.sum(axis=0) / num * rng.uniform(0.1, 1), (num, 1))
+        got = change(step, given, got * (1 + rng.normal(0, 1e-3, SKETCH_NUMBERS)))
+        for r, t in enumerate(ranks):
+            if last_stops and step >= AT and r == num - 1:
+                continue
+            told = {GRADIENT_OF + name: float(num)}
+            told |= {f"{GRADIENT_GIVEN}{k}": given[r, k] for k in range(SKETCH_NUMBERS)}
+            told |= {f"{GRADIENT_GOT}{k}": got[r, k] for k in range(SKETCH_NUMBERS)}
+            for key, value in told.items():
+                t.logs.setdefault(key, np.full(STEPS, np.nan))[step] = value
+    return ranks
+
+
+def incidents(ranks: list[Trace]) -> list[Folded]:
+    return fold(play(Case(ranks, AT)), ranks[0].facts)
+
+
+def as_it_is(_step, _given, got):
+    return got
+
+
+def since(change):
+    return lambda step, given, got: change(given, got) if step >= AT else got
+
+
+def one_is_other(_given, got):
+    got[2] = np.arange(SKETCH_NUMBERS) - 3.0
+    return got
+
+
+BREAKS = {
+    "missing": (lambda given, got: got * 0 + given[[0, 1, 3]].sum(axis=0), "The gradient of rank 2 is missing in the sum over 4 processes since step 121"),
+    "twice": (lambda given, got: got * 0 + given.sum(axis=0) + given[2], "The gradient of rank 2 is counted twice in the sum over 4 processes since step 121"),
+    "one": (one_is_other, "The optimizer of rank 2 gets another gradient than those of the other processes since step 121"),
+    "own": (lambda given, got: given * 0.5, "Gradients are not added up over 4 processes since step 121: each steps with its own"),
+    "apart": (lambda given, got: got + np.arange(SKETCH_NUMBERS), "Gradients of 4 processes do not add up to what their optimizers get, since step 121"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", BREAKS)
+def test_what_does_not_add_up_is_told_with_its_process(how: str) -> None:
+    change, title = BREAKS[how]
+    ranks = ranks_with(since(change))
+    [incident] = [i for i in incidents(ranks) if i.first.mode == "silent-data-corruption"]
+    first = incident.first
+    assert (first.severity, first.onset, first.extra["how"]) == ("warning", 121, how)
+    assert first.step == (121 if how in ("missing", "twice", "one") else 125), (
+        "what names nobody is told at its second look"
+    )
+    assert incident.last_step > STEPS - 10, "it goes on"
+    said = explain(first, ranks[0].facts)
+    assert said.title == title
+    assert "FP8 is not the cause" in said.cause
+    assert "communication hook" in said.fix[0]["text"]
+    if how in ("missing", "twice", "one"):
+        assert first.rank == 2
+
+
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        lambda: ranks_with(as_it_is),
+        lambda: ranks_with(lambda step, given, got: got + 3.0),
+        lambda: ranks_with(as_it_is, last_stops=True),
+        lambda: ranks_with(lambda step, given, got: got + 3.0 if step == 121 else got),
+    ],
+    ids=["adds-up", "never-did", "one-says-nothing-more", "once"],
+)
+def test_what_is_no_sum_or_not_known_is_silent(ranks) -> None:
+    assert [i for i in incidents(ranks()) if i.first.mode == "silent-data-corruption"] == []
+
+
+def test_a_rank_is_named_only_where_no_other_fits() -> None:
+    rng = np.random.default_rng(1)
+    given = rng.normal(0, 1, (4, SKETCH_NUMBERS))
+    given[3] = given[2]  # the same data on two: who is missing cannot be told
+    got = np.tile(given[:3].sum(axis=0), (4, 1))
+    verdict = judge((0, 1, 2, 3), given, got)
+    assert verdict is not None
+    assert (verdict.how, verdict.ranks) == ("apart", ())
+    lost = judge((0, 1, 2, 3), given, got * 0)
+    assert lost is not None
+    assert lost.apart == 1
+    assert judge((0, 1), given[:2] * 0, given[:2]) is None
