@@ -190,15 +190,22 @@ OF_TRAINING = [
     Bug(
         "weights that were written from the start",
         "optimizer_state:OptimizerState._weights",
-        "self._telling = self._num_steps > FROM_THE_START",
-        "self._telling = True",
+        "if last < 0 and self._num_steps > FROM_THE_START:",
+        "if last < 0:",
         f"{SETUP}::test_weights_that_were_written_from_the_start_are_written_on_purpose",
+    ),
+    Bug(
+        "what writes to weights do is told by its own name",
+        "statistics:Statistics._is_muted",
+        "self.num_steps - seen <= held and",
+        "False and",
+        f"{SETUP}::test_what_writes_to_weights_do_is_told_by_its_own_name",
     ),
     Bug(
         "weights that are written now and then",
         "optimizer_state:OptimizerState._weights",
-        "elif step - last > STAYS_STEPS:",
-        "elif False:",
+        "or (self._is_told and not hit)",
+        "",
         f"{SETUP}::test_weights_that_are_written_for_the_first_time_are_information",
     ),
     Bug(

@@ -21,6 +21,8 @@ from fp8watch_agent.training_names import (
     WEIGHTS_CHANGED,
     WEIGHTS_LOOKED,
 )
+from fp8watch_agent.update_names import DECAY, SHRINK, UPDATES_LOOKED
+from fp8watch_server.detect.families.optimizer_state import HOLD_STEPS
 from fp8watch_server.incidents.explain import explain
 
 AT, STEPS = 80, 112
@@ -77,12 +79,13 @@ def written(t: Trace, *steps: int, weights: float = 7) -> None:
     t.logs[MOMENTS_CHANGED][list(steps)] = 0
 
 
-def test_weights_that_are_written_for_the_first_time_are_information() -> None:
+@pytest.mark.parametrize("steps", [(AT,), (AT, AT + 9, AT + 18)], ids=["once", "now and then"])
+def test_weights_that_are_written_for_the_first_time_are_information(steps: tuple[int, ...]) -> None:
     t = made()
-    written(t, AT, AT + 9, AT + 18)  # averages that stay in place, now and then
+    written(t, *steps)  # averages that stay in place
     [incident] = incidents(t)
-    assert (incident.mode, incident.severity, incident.first.step, incident.last_step) == (
-        "silent-data-corruption", "info", AT, AT,
+    assert (incident.mode, incident.severity, incident.first.onset, incident.first.step, incident.last_step) == (
+        "silent-data-corruption", "info", AT, AT + HOLD_STEPS, AT + HOLD_STEPS,
     )  # fmt: skip
     told = explain(incident.named, t.facts)
     assert told.title == f"Weights were written before step {AT} while no optimizer ran: 7 of 12"
@@ -92,9 +95,20 @@ def test_weights_that_are_written_for_the_first_time_are_information() -> None:
 
 def test_weights_that_are_written_in_each_step_from_one_on_are_one_incident() -> None:
     t = made()
-    written(t, *range(AT, AT + 12))
+    written(t, *range(AT, AT + HOLD_STEPS + 6))
     [incident] = incidents(t)
-    assert (incident.first.step, incident.last_step) == (AT, AT + 11)
+    assert (incident.first.onset, incident.last_step) == (AT, AT + HOLD_STEPS + 5)
+
+
+def test_what_writes_to_weights_do_is_told_by_its_own_name() -> None:
+    t = made()
+    written(t, *range(AT, STEPS))
+    looks = range(AT + 3, STEPS, 2)
+    for name, value in ((UPDATES_LOOKED, 8.0), (SHRINK, 0.02), (DECAY, 1e-4)):
+        t.logs[name] = np.full(STEPS, np.nan)
+        t.logs[name][list(looks)] = value
+    t.absent_logs = True
+    assert {i.mode for i in incidents(t)} == {"optimizer-divergence"}
 
 
 def test_weights_that_were_written_from_the_start_are_written_on_purpose() -> None:

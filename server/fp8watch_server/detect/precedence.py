@@ -83,6 +83,11 @@ SAME_PARENT = frozenset({"attention-logit-growth"})
 PRECURSORS = {"zero-tile-eps": "dying-tile"}
 """What comes first and is the same failure: in one module, the incident goes on under the new name."""
 
+SAYS_MORE = frozenset(
+    {"optimizer-divergence", "attention-logit-growth", "recipe-mismatch", "outlier-growth", "cross-rank-disagreement"}
+)
+"""Modes that tell what writes to weights do: beside one that began with them, that they are written is no news."""
+
 FADING = frozenset({"dying-tile", "dead-layer"})
 """Modes that show both ways at once, and backwards often first, where two small factors meet: within the window of the first of them
 the site that comes first in data flow is named."""

@@ -21,7 +21,7 @@ from fp8watch_server.detect.finding import Finding
 from fp8watch_server.detect.limits import Limits
 from fp8watch_server.detect.lr_schedule import Schedule
 from fp8watch_server.detect.modes import DETECTORS
-from fp8watch_server.detect.precedence import EXACT_MODES, SETTLING, WINDOW_STEPS, asked_at, explains
+from fp8watch_server.detect.precedence import EXACT_MODES, SAYS_MORE, SETTLING, WINDOW_STEPS, asked_at, explains
 from fp8watch_server.detect.step_view import Mask
 
 RESUME_WITHIN = 0.1
@@ -149,6 +149,9 @@ class Statistics:
         return int(np.count_nonzero(~np.isnan(now.log2_amax))) * 2 >= max(known, 1)
 
     def _is_muted(self, found: Finding, window: int) -> bool:
+        if (held := found.extra.get("held")) is not None:
+            said = [of for root, of in self._roots.items() if root in SAYS_MORE]
+            return any(self.num_steps - seen <= held and began + window >= found.onset for seen, began in said)
         for root, (seen, began) in self._roots.items():
             lasts = LONG_MUTED_STEPS if root in SETTLING else MUTED_STEPS
             follows = began <= found.latest(window)

@@ -6,7 +6,8 @@ Thread:     detect worker
 
 No threshold: between two of its steps nobody else writes into an optimizer's moments. Where the weights changed with them, a
 checkpoint was loaded, and that is no failure. Where it happens again and again, the trainer does it on purpose, and it is told once.
-Weights alone are written by trainers as well, by averages, clamps and pruning: that it begins in a run that did without is information.
+Weights alone are written by trainers as well, by averages, clamps and pruning: that it begins in a run that did without is information,
+which waits for whatever says more of it.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ REPEAT_STEPS = 200
 FROM_THE_START = 24
 """Steps of a run. Weights that others than the optimizer wrote before are written on purpose."""
 STAYS_STEPS = 5
+HOLD_STEPS = 24
+"""In which what such writes do may be told by its own name: weights that shrink, round or grow."""
 ZERO_SHARE = 0.01
 """Of second moments whose first moment is not 0: in float32 none is."""
 
@@ -46,7 +49,11 @@ class OptimizerState(Detector):
     # a state that was saved before has none of these
     _num_steps = 0
     _written = -1  # the last step before which weights were
-    _telling = False  # whether that is what is told
+    _since = -1  # the first, where the run did without before
+    _first: tuple[
+        int, ...
+    ] = ()  # what was seen then: a rank, how many of them, weights, of so many; empty: nothing is to be told
+    _is_told = False
 
     def __init__(self, num_sites: int = 0) -> None:
         self._told = self._told_zero = -1
@@ -99,30 +106,31 @@ class OptimizerState(Detector):
 
     def _weights(self, ctx: Context) -> list[Finding] | None:
         """Weights that were written while no optimizer ran, and moments that were not; None where there are none."""
+        step = ctx.now.step
         hit = [
             (view.rank, logs)
             for view in ctx.now.views
             if (logs := view.logs()).get(WEIGHTS_CHANGED) and not logs.get(MOMENTS_CHANGED)
         ]
-        if not hit:
+        if hit:
+            last, self._written = self._written, step
+            if last < 0 and self._num_steps > FROM_THE_START:
+                rank, logs = hit[0]
+                self._since = step
+                self._first = rank, len(hit), int(logs[WEIGHTS_CHANGED]), int(logs.get(WEIGHTS_LOOKED, 0))
+            elif self._is_told and step - last > STAYS_STEPS:
+                self._first = ()  # it is done on purpose
+        if not self._first or step - self._since < HOLD_STEPS or (self._is_told and not hit):
             return None
-        step = ctx.now.step
-        last, self._written = self._written, step
-        if last < 0:
-            self._telling = self._num_steps > FROM_THE_START
-        elif step - last > STAYS_STEPS:
-            self._telling = False  # it was told, or is done on purpose
-        if not self._telling:
-            return None
-        rank, logs = hit[0]
-        changed, looked = int(logs[WEIGHTS_CHANGED]), int(logs.get(WEIGHTS_LOOKED, 0))
-        evidence = [Evidence("weights_changed", changed, 0, f"of {looked} looked at", step)]
+        since, held, self._is_told = self._since, step - self._since, True
+        rank, num_ranks, changed, looked = self._first
+        evidence = [Evidence("weights_changed", changed, 0, f"of {looked} looked at", since)]
         if len(ctx.now.ranks) > 1:
-            evidence.append(Evidence("ranks", len(hit), None, f"of {len(ctx.now.ranks)}", step))
+            evidence.append(Evidence("ranks", num_ranks, None, f"of {len(ctx.now.ranks)}", since))
         return [
             ctx.now.finding(
                 "silent-data-corruption", "info", np.array([], dtype=np.int64), evidence, "shared", kind="weights-written",
-                changed=changed, looked=looked, rank=rank, not_before=step,
+                changed=changed, looked=looked, rank=rank, began=since, not_before=since, held=held,
             )
         ]  # fmt: skip
 

@@ -90,9 +90,9 @@ def _of_written(f: Finding) -> tuple[str, str]:
     changed, looked = f.extra.get("changed"), f.extra.get("looked")
     some = "all" if changed == looked else f"{changed}"
     return (
-        f"Weights were written before step {f.step} while no optimizer ran: {some} of {looked}",
-        f"Some elements of each of {looked} weights are held against what the optimizer left behind its step before: those of {some} are others at step {f.step}, and no "
-        "moment is. It is the first time that this was seen in this run. An average that is put in the place of weights and left there, a load of weights alone, clamping and pruning do this, and "
+        f"Weights were written before step {f.onset} while no optimizer ran: {some} of {looked}",
+        f"Some elements of each of {looked} weights are held against what the optimizer left behind its step before: those of {some} were others at step {f.onset}, and no "
+        "moment was. It was the first time that this was seen in this run. An average that is put in the place of weights and left there, a load of weights alone, clamping and pruning do this, and "
         "masters that are put together wrongly, or memory that changed by itself. FP8 is not the cause: weights are not changed by its recipe.",
     )
 
