@@ -89,3 +89,6 @@ GRADIENT_GIVEN = f"{OPTIMIZER}gradient_given/"
 
 GRADIENT_GOT = f"{OPTIMIZER}gradient_got/"
 """Before the same: those of what the optimizer of this process got."""
+
+SKETCHES = (GRADIENT_OF, GRADIENT_GIVEN, GRADIENT_GOT)
+"""Begin the names of one sketch. They are for who holds the sum against what arrived, and are not kept."""

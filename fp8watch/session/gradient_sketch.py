@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8watch_agent.update_names import GRADIENT_GIVEN, GRADIENT_GOT, GRADIENT_OF, SKETCH_NUMBERS
+from fp8watch_agent.update_names import GRADIENT_GIVEN, GRADIENT_GOT, GRADIENT_OF, SKETCH_NUMBERS, SKETCHES
 
 SEED = 0x6BAD
 """Of the signs, which all processes must have alike."""
@@ -55,7 +55,7 @@ def sketches(name: str, given: Tensor, got: Tensor, shared_by: int) -> dict[str,
 
 def only_finite(numbers: dict[str, float]) -> None:
     """Leave of the numbers of a step those of a sketch that says something."""
-    mine = [n for n in numbers if n.startswith((GRADIENT_GIVEN, GRADIENT_GOT, GRADIENT_OF))]
+    mine = [n for n in numbers if n.startswith(SKETCHES)]
     if not all(math.isfinite(numbers[n]) for n in mine):
         for name in mine:
             del numbers[name]

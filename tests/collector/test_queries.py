@@ -13,6 +13,7 @@ from collector.filled_run import DOWN, SITES, UP, an_incident
 from collector.kit import ALL, Agent
 
 from fp8watch_agent.record import Measured
+from fp8watch_agent.update_names import GRADIENT_GIVEN, GRADIENT_GOT, GRADIENT_OF
 from fp8watch_server.db import schema as t
 from fp8watch_server.db.dialect import writing
 from fp8watch_server.store import queries
@@ -215,6 +216,14 @@ def test_logged_names_are_scalars_too(agent: Agent) -> None:
     answer = agent.client.get("/api/v1/runs/run-1/scalars", params={"name": "other"})
     assert answer.status_code == 422
     assert "aux_loss" in answer.json()["detail"]
+
+
+def test_sketches_of_gradients_are_not_kept(agent: Agent) -> None:
+    told = {f"{GRADIENT_OF}w": [2.0], **{f"{name}0": [0.5] for name in (GRADIENT_GIVEN, GRADIENT_GOT)}}
+    agent.send([UP], [1], logs=told | {"aux_loss": [1.0]})
+    answer = agent.client.get("/api/v1/runs/run-1/scalars", params={"name": "other"})
+    assert "aux_loss" in answer.json()["detail"]
+    assert "gradient" not in answer.json()["detail"]
 
 
 def test_sites_and_runs_are_listed(agent: Agent) -> None:

@@ -25,6 +25,7 @@ import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
 from fp8watch_agent.record import STEP_SCALARS
+from fp8watch_agent.update_names import SKETCHES
 from fp8watch_agent.urgency import is_urgent
 from fp8watch_agent.wire import Batch
 from fp8watch_server.db import schema as t
@@ -349,6 +350,8 @@ def _logs(batch: Batch, attempt: int, tenant: str) -> list[dict[str, Any]]:
     h, rows = batch.header, []
     steps = batch.steps["step"].tolist()
     for name, values in h.logs.items():
+        if name.startswith(SKETCHES):  # several a step and rank, and nobody reads them again
+            continue
         given = np.array([math.nan if v is None else v for v in values], dtype=np.float64)
         for step, value, number, kind in zip(steps, values, given.tolist(), classify(given).tolist(), strict=True):
             row: dict[str, Any] = {"run_id": h.run, "tenant": tenant, "name": name.replace("\0", "")}
