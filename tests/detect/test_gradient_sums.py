@@ -17,7 +17,9 @@ AT, TURNS = 120, range(1, STEPS, 4)
 NUM = 4
 
 
-def ranks_with(change, *, num: int = NUM, last_stops: bool = False, names: int = 3) -> list[Trace]:
+def ranks_with(
+    change, *, num: int = NUM, rounding: float = 1e-3, last_stops: bool = False, names: int = 3
+) -> list[Trace]:
     """Ranks that say sketches of a few parameters in turn; `change(step, given, got)` returns what they got, in place or anew."""
     rng = np.random.default_rng(7)
     ranks = _replicas(5, num)
@@ -29,7 +31,7 @@ def ranks_with(change, *, num: int = NUM, last_stops: bool = False, names: int =
         name = parameters[turn % names]
         given = rng.normal(0, 1, (num, SKETCH_NUMBERS)) + rng.normal(0, 1, SKETCH_NUMBERS)
         got = np.tile(given.sum(axis=0) / num * rng.uniform(0.1, 1), (num, 1))
-        got = change(step, given, got * (1 + rng.normal(0, 1e-3, SKETCH_NUMBERS)))
+        got = change(step, given, got * (1 + rng.normal(0, rounding, SKETCH_NUMBERS)))
         for r, t in enumerate(ranks):
             if last_stops and step >= AT and r == num - 1:
                 continue
@@ -93,8 +95,10 @@ def test_what_does_not_add_up_is_told_with_its_process(how: str) -> None:
         lambda: ranks_with(lambda step, given, got: got + 3.0),
         lambda: ranks_with(as_it_is, last_stops=True),
         lambda: ranks_with(lambda step, given, got: got + 3.0 if step == 121 else got),
+        lambda: ranks_with(as_it_is, rounding=0.02),
+        lambda: ranks_with(lambda step, given, got: got + 3.0 if step > 20 else got),
     ],
-    ids=["adds-up", "never-did", "one-says-nothing-more", "once"],
+    ids=["adds-up", "never-did", "one-says-nothing-more", "once", "rounds-more", "too-early"],
 )
 def test_what_is_no_sum_or_not_known_is_silent(ranks) -> None:
     assert [i for i in incidents(ranks()) if i.first.mode == "silent-data-corruption"] == []

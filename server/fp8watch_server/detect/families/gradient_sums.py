@@ -25,7 +25,11 @@ from fp8watch_server.detect.finding import Evidence, Finding
 Floats = npt.NDArray[np.float64]
 
 APART = 0.02
-"""Of its norm: sums in two bytes round by up to 0.004 of it."""
+"""Of its norm: from here on it may be wrong. A sum of a few processes in two bytes rounds by less; one of hundreds by more."""
+LEARN_LOOKS, LEARN_APART = 8, 0.1
+"""Looks that say how far sums of this run round, and what they may be off in them."""
+TIMES_USUAL, MOST_APART, KEPT_LOOKS = 6.0, 0.2, 32
+"""By so many times the median of the last looks it must be off, but by no more than that."""
 SINGLED_OUT = 4.0
 """By so many times one explanation must fit better than the next."""
 AGAIN_STEPS = 64
@@ -63,6 +67,7 @@ class GradientSums(Detector):
         self._first: int | None = None
         self._told: int | None = None
         self._names: set[str] = set()
+        self._usual: list[float] = []  # how far the last sums that were right were off
 
     def grow(self, num_sites: int) -> None:
         """Not by site."""
@@ -74,15 +79,19 @@ class GradientSums(Detector):
         """What was followed is over; that a parameter's gradients add up is not."""
         self._last = self._first = self._told = None
         self._names.clear()
+        self._usual.clear()  # there may be more processes now
 
     def observe(self, ctx: Context) -> list[Finding]:
         """Judge one step."""
         found = []
         for name, said in _of_step(ctx).items():
-            verdict = judge(said.ranks, said.given, said.got)
+            learns = len(self._usual) < LEARN_LOOKS
+            usual = min(MOST_APART, TIMES_USUAL * float(np.median(self._usual))) if not learns else LEARN_APART
+            verdict = judge(said.ranks, said.given, said.got, max(APART, usual))
             if verdict is None:
                 self._right.add(name)
-            elif name in self._right:
+                self._usual = [*self._usual[1 - KEPT_LOOKS :], furthest(said.given, said.got)]
+            elif name in self._right and not learns:
                 found += self._follow(ctx, name, said, verdict)
         return found[:1]
 
@@ -140,31 +149,38 @@ def _of_step(ctx: Context) -> dict[str, _Sketches]:
     return out
 
 
-def judge(ranks: tuple[int, ...], given: Floats, got: Floats) -> Verdict | None:
+def furthest(given: Floats, got: Floats) -> float:
+    """How far off a multiple of the sum is what one got, of the rank that is furthest, as a share of its norm. Both [R, 8]"""
+    total = given.sum(axis=0)
+    return max(_apart(g, total) for g in got)
+
+
+def judge(ranks: tuple[int, ...], given: Floats, got: Floats, limit: float = APART) -> Verdict | None:
     """Whether what ranks got is a multiple of the sum of what they gave; None where it is, or nothing was given.
 
     Args:
         ranks: [R] who.
         given: [R, 8] sketches of what each gave.
         got: [R, 8] of what each got.
+        limit: what it may be off, as a share of its norm.
     """
     total = given.sum(axis=0)
     if not total.any():
         return None
     off = np.array([_apart(g, total) for g in got])
-    wrong, worst = off > APART, float(off.max())
+    wrong, worst = off > limit, float(off.max())
     if not wrong.any():
         return None
     if not wrong.all():
         return Verdict("one", tuple(r for r, is_wrong in zip(ranks, wrong, strict=True) if is_wrong), worst)
-    if max(_apart(g, mine) for g, mine in zip(got, given, strict=True)) <= APART:
+    if max(_apart(g, mine) for g, mine in zip(got, given, strict=True)) <= limit:
         return Verdict("own", (), worst)
-    if max(_apart(g, got[0]) for g in got) > APART:
+    if max(_apart(g, got[0]) for g in got) > limit:
         return Verdict("apart", (), worst)
     for how, sign in (("missing", -1.0), ("twice", 1.0)):
         fits = np.array([_apart(got[0], total + sign * mine) for mine in given])
         best, *others = np.argsort(fits)
-        if fits[best] <= APART and fits[others[0]] > SINGLED_OUT * max(fits[best], APART / SINGLED_OUT):
+        if fits[best] <= limit and fits[others[0]] > max(SINGLED_OUT * fits[best], limit):
             return Verdict(how, (ranks[int(best)],), worst)
     return Verdict("apart", (), worst)
 
