@@ -26,7 +26,7 @@ def _mild(name: str) -> str:
 MODES = [
     Bug(
         "quantiser-fault",
-        "quantiser_fault.detector:quantiser_faults",
+        "quantiser_fault.detector:_kinds",
         "wrong |= checked & (view.raw(name) > 0)",
         "pass",
         _scenario("quantiser-fault"),
@@ -34,8 +34,8 @@ MODES = [
     Bug(
         "an operand under 3 dB is destroyed",
         "quantiser_fault.detector:_destroyed",
-        "tile_sqnr_db(view) < limit.destroyed_sqnr_db",
-        "tile_sqnr_db(view) < -limit.destroyed_sqnr_db",
+        "tile_sqnr_db(view) < limit_db",
+        "tile_sqnr_db(view) < -limit_db",
         f"{T}/test_modes.py::test_an_operand_under_three_decibels_is_destroyed_not_noisy",
     ),
     Bug(
@@ -47,8 +47,8 @@ MODES = [
     ),
     Bug(
         "what comes out larger is the quantiser's, whatever its scale",
-        "quantiser_fault.detector:quantiser_faults",
-        "| (judged & gain.larger(view, limit.destroyed_gain))",
+        "quantiser_fault.detector:_kinds",
+        "| (judged & gain.larger(view, gain_limit))",
         "",
         f"{T}/test_gain.py::test_scales_rounded_up_beside_codes_that_were_not_are_the_quantisers",
     ),
@@ -61,9 +61,9 @@ MODES = [
     ),
     Bug(
         "a gain beyond rounding is the quantiser's",
-        "quantiser_fault.detector:quantiser_faults",
-        "hit = wrong | rescaled |",
-        "hit = wrong |",
+        "quantiser_fault.detector:_kinds",
+        "| rescaled * _RESCALED |",
+        "|",
         f"{T}/test_gain.py::test_more_than_rounding_can_do_is_a_fault_of_the_quantiser_at_once",
     ),
     Bug(
