@@ -202,8 +202,8 @@ MODES = [
     Bug(
         "of faint tiles only those of an operand that is well are information",
         "chronic_quantization_noise.detector:Noise.observe",
-        "(whole_db >= band) & has",
-        "has",
+        "(whole_db >= band) & (has",
+        "(has",
         f"{T}/test_faint_tiles.py::test_what_else_is_lost_is_a_warning_as_ever[noisy-as-a-whole]",
     ),
     Bug(
