@@ -47,7 +47,8 @@ def sketches(name: str, given: Tensor, got: Tensor, shared_by: int) -> dict[str,
     size = got.abs()
     limit = size.amax()
     clipped = ((size == limit).sum() > 1) & (limit > 0)  # whatever is clipped by its value has one magnitude
-    both = torch.stack([given.flatten(), got.flatten()]) @ signs
+    # not by a GEMM: training may have told those to compute in fewer bits, or to be deterministic
+    both = (torch.stack([given.flatten(), got.flatten()])[:, :, None] * signs).sum(1)
     told = both.where(~clipped, math.nan).flatten().unbind()
     names = [f"{what}{k}" for what in (GRADIENT_GIVEN, GRADIENT_GOT) for k in range(SKETCH_NUMBERS)]
     return {GRADIENT_OF + name: float(shared_by), **dict(zip(names, told, strict=True))}

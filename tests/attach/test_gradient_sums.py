@@ -122,6 +122,9 @@ def test_sketches_are_linear_and_say_nothing_of_what_is_not_finite() -> None:
     assert np.sum(given, axis=0) == pytest.approx(got[0], rel=1e-4, abs=1e-3)
     only_finite(numbers[0])
     assert len(numbers[0]) == 1 + 2 * SKETCH_NUMBERS
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        again = {k: float(v) for k, v in sketches("w", a, a + b, 2).items()}
+    assert again == numbers[0]
     a[3, 5] = torch.inf
     broken = {k: float(v) for k, v in sketches("w", a, a, 2).items()} | {"loss": 1.0}
     only_finite(broken)
