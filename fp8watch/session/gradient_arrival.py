@@ -108,6 +108,7 @@ class GradientArrival:
         self._right: set[str] = set()  # that arrived as they were given, once
         self._other: set[str] = set()
         self._met = False  # a gradient was looked at
+        self._says_sketches = False
 
     @property
     def unseen(self) -> str:
@@ -190,6 +191,7 @@ class GradientArrival:
                 continue
             self._met = True
             if known is not None and known.shared_by:
+                self._says_sketches = True
                 found |= sketches(look.name, expected, got, known.shared_by)
                 continue
             if got.is_cpu and torch.equal(got, expected):
@@ -206,7 +208,8 @@ class GradientArrival:
 
     def named(self, numbers: dict[str, float]) -> None:
         """Numbers of a step that have arrived: what was right once and is wrong stays; of others only how many there are."""
-        only_finite(numbers)
+        if self._says_sketches:
+            only_finite(numbers)
         for key in [n for n in numbers if n.startswith(GRADIENT_APART)]:
             name, apart = key.removeprefix(GRADIENT_APART), numbers[key]
             if apart == 0:

@@ -2,4 +2,4 @@
 
 from __future__ import annotations
 
-from canary.conftest import train  # noqa: F401 - a fixture
+from canary.conftest import no_onednn, train  # noqa: F401 - fixtures

@@ -17,6 +17,16 @@ from fp8watch_server.detect.engine import DetectionEngine
 from fp8watch_server.detect.finding import facts_of
 
 
+@pytest.fixture(autouse=True)
+def no_onednn():
+    """Where a processor has AMX, oneDNN multiplies float8 with one scale by its reference loop: a hundred times as long as torch's own way
+    around it."""
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    yield
+    torch._C._set_mkldnn_enabled(before)
+
+
 class Line:
     """In place of a recorder: what it is handed goes over the wire into an engine at once."""
 

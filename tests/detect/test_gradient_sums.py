@@ -10,7 +10,7 @@ from detect.scenarios import STEPS, Case, _replicas
 from detect.trace import Trace
 
 from fp8watch_agent.update_names import GRADIENT_GIVEN, GRADIENT_GOT, GRADIENT_OF, SKETCH_NUMBERS
-from fp8watch_server.detect.families.gradient_sums import judge
+from fp8watch_server.detect.modes.silent_data_corruption.gradient_sums import judge
 from fp8watch_server.incidents.explain import explain
 
 AT, TURNS = 120, range(1, STEPS, 4)

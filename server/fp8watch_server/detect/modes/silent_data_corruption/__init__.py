@@ -2,17 +2,17 @@
 
 Six find it: `families.corruption` by a leap, `weight_zeros` by elements that became 0, `families.replica_consistency` by hashes
 that differ between replicas, `families.optimizer_state` by moments that change while no optimizer runs, `families.weight_updates` by
-what one update did, `families.gradient_sums` by gradients of several processes that do not add up.
+what one update did, `gradient_sums` by gradients of several processes that do not add up.
 """
 
 from __future__ import annotations
 
 from fp8watch_server.detect.families.corruption import Corruption
-from fp8watch_server.detect.families.gradient_sums import GradientSums
 from fp8watch_server.detect.families.optimizer_state import OptimizerState
 from fp8watch_server.detect.families.weight_updates import WeightUpdates
 from fp8watch_server.detect.limits import threshold
 from fp8watch_server.detect.mode import Mode
+from fp8watch_server.detect.modes.silent_data_corruption.gradient_sums import GradientSums
 from fp8watch_server.detect.modes.silent_data_corruption.weight_zeros import WeightZeros
 from fp8watch_server.detect.modes.silent_data_corruption.words import alternatives, fixes, words
 
