@@ -118,7 +118,7 @@ class GradientArrival:
         if any(known.sharded for known in self._known.values()):
             return "parameters are sharded over processes (DTensor), and so are gradients"
         if not any(known.parameters for known in self._known.values()):
-            return "no optimizer of torch was met that steps the model's own parameters"
+            return "no step of a torch optimizer over the model's own parameters was looked at"
         return "what backward fills, `.grad` of the parameters, is not what an optimizer steps with, or cannot be read"
 
     @property

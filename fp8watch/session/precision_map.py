@@ -44,7 +44,9 @@ def late_facts(
         return precision_facts(model, owner.known, plan.step.attention_dtypes.values())
     if num_closed != LOSS_MISSING_STEPS:
         return {}
-    unseen = {"logits_unseen": logits_unseen(plan), "gradients_unseen": standing.unseen}
+    unseen = {"logits_unseen": logits_unseen(plan)}
+    if standing.unseen:  # windows may begin later: what is said is said of these steps
+        unseen["gradients_unseen"] = f"{standing.unseen} (in the first {num_closed} steps)"
     return {name: said for name, said in unseen.items() if said}
 
 
