@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
+from detect.healthy_run import Run
+
+from fp8watch_server.detect.cross_rank_step import CrossRankStep
 from fp8watch_server.detect.families.degenerate import ZeroTiles
 from fp8watch_server.detect.rank_progress import RankProgress
 from fp8watch_server.detect.session_state import Stream
 from fp8watch_server.detect.step_alignment import LIVE_RANK_STEPS, Assembly
+from fp8watch_server.detect.step_view import BatchColumns, SiteTable
 from fp8watch_server.detect.tallies import Seen, Tally
 
 
@@ -105,3 +110,23 @@ def test_all_ranks_are_not_asked_with_each_batch_of_a_step_that_waits(monkeypatc
     assert asked[0] < 200 * num  # a loop over all ranks with each would be 1,500 times
     assert went_on is not None
     assert 30.0 <= went_on <= 31.0  # half of them had delivered at 20 s
+
+
+def test_a_nan_in_one_field_of_a_rank_takes_no_other_field_from_it() -> None:
+    """Signal energy and noise energy are of one group: the one is NaN, the other is summed over both ranks all the same."""
+
+    def change(rows, _scalars, _step):
+        rows["signal_energy"][3] = np.nan
+        rows["noise_energy"] = 2.0
+
+    ranks = [Run(rank=0), Run(rank=1, seed=1)]
+    table = SiteTable(ranks[0].facts)
+    batches = [ranks[0].batch([0], change), ranks[1].batch([0], change)]
+    now = CrossRankStep([view for b in batches for view in BatchColumns(b, table).views()], table)
+    signal, noise, tiles = now.column("signal_energy"), now.column("noise_energy"), now.column("tile_noise_ratio_sum")
+    assert np.isnan(signal[3])
+    assert (np.delete(signal, 3) == 2.0).all()
+    assert (noise == 4.0).all()
+    assert np.isfinite(tiles).all()
+    amax = [b.column("amax_max").astype(np.float64) for b in batches]
+    assert (now.column("amax_max") == np.maximum(*amax)).all()

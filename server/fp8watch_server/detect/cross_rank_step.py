@@ -69,7 +69,7 @@ class CrossRankStep:
         if len(self.views) == 1:
             got[row] = np.where(known, values, np.nan)
             return got
-        known &= ~np.isnan(values)
+        known = known & ~np.isnan(values)  # not in place: other fields of the group ask for that mask
         values, row = values[known], row[known]
         if field.merge == "sum":
             rolled = np.bincount(row, values, minlength=len(self))  # in the order of the ranks

@@ -56,9 +56,8 @@ class FaintParts:
             self._tiles = num / tiles  # share
             self._elements = np.nan_to_num(depth[:, FAINT_OCTAVES:].sum(axis=1) / depth.sum(axis=1))  # share
             rest = (now.column("tile_noise_ratio_sum")[rows] - most) / (tiles - most)
-            self._others_db = np.where(
-                rest > 0, -10.0 * np.log10(rest), np.inf
-            )  # had each of those lost all that it holds
+            # of the others, had each of those lost all that it holds
+            self._others_db = np.where(rest > 0, -10.0 * np.log10(rest), np.inf)
 
     def explain(self, band: Floats, most: float) -> Mask:
         """Whether they are enough: with all that faint tiles hold lost, the others are inside their band, and of elements that are not faint
