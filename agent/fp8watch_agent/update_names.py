@@ -88,7 +88,7 @@ GRADIENT_GIVEN = f"{OPTIMIZER}gradient_given/"
 """Before 0 … SKETCH_NUMBERS − 1: those of what backward added up in this process; over all processes they add up to those of the sum."""
 
 GRADIENT_GOT = f"{OPTIMIZER}gradient_got/"
-"""Before the same: those of what the optimizer of this process got."""
+"""Before the same: those of what the optimizer of this process got; none where another process has these elements."""
 
 SKETCHES = (GRADIENT_OF, GRADIENT_GIVEN, GRADIENT_GOT)
 """Begin the names of one sketch. They are for who holds the sum against what arrived, and are not kept."""

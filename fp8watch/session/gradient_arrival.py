@@ -12,8 +12,8 @@ of which the first look is wrong is one whose gradient training changes on purpo
 are counted, and said apart. Values that are clipped one by one are no news either.
 
 Where processes share gradients autograd's is of this process alone: each says a sketch of its own, and the collector holds their sum
-against what arrived (`gradient_sketch`). The hook is there from the first backward of a step to its optimizer: a checkpoint, or a
-copy of the model between two steps, sees none.
+against what arrived (`gradient_sketch`; `gradient_shards` where each keeps a part of it). The hook is there from the first backward
+of a step to its optimizer: a checkpoint, or a copy of the model between two steps, sees none.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from fp8watch.layers.operand_check import capturing
 from fp8watch.session.by_optimizer import ByOptimizer
+from fp8watch.session.gradient_sample import sample
+from fp8watch.session.gradient_shards import ShardLook, Shards, all_shards
 from fp8watch.session.gradient_sketch import STEPS_APART, only_finite, sketches
 from fp8watch.session.tensor_places import parameter_names
 from fp8watch_agent.guard import Guard
@@ -41,9 +42,6 @@ from fp8watch_agent.update_names import (
     GRADIENTS_OTHER,
 )
 
-PIECES, WIDTH = 16, 128
-"""Stretches of neighbouring elements, evenly over the tensor: a sixteenth of it that is wrong is in every sample."""
-SAMPLE = PIECES * WIDTH
 STEPS_A_ROUND = 32
 """Turns in which each parameter has had its own."""
 LOOK_S, COST_SHARE, MAX_REST = 2e-4, 0.001, 4
@@ -84,14 +82,14 @@ class _Look:
 class _Known:
     """Of one optimizer."""
 
-    parameters: list[tuple[str, Tensor]]
+    parameters: list[tuple[str, Tensor | Shards]]
     next: int = 0
     refresh: int = REFRESH_STEPS  # steps until they are listed anew
-    turn: list[_Look] = field(default_factory=list)
+    turn: list[_Look | ShardLook] = field(default_factory=list)
     rest: int = 0  # steps until the next turn
     stepped_s: float = 0.0  # when its optimizer did
     shared_by: int = 0  # processes; 0: gradients are this one's own
-    sharded: bool = False  # its parameters are parts of tensors
+    sharded: bool = False  # its parameters are parts of tensors, and none of them is followed
 
 
 class GradientArrival:
@@ -116,7 +114,7 @@ class GradientArrival:
         if self._met:
             return ""
         if any(known.sharded for known in self._known.values()):
-            return "parameters are sharded over processes (DTensor), and so are gradients"
+            return "parameters are sharded over processes (DTensor), and not as FSDP2 does it over all of them"
         if not any(known.parameters for known in self._known.values()):
             return "no step of a torch optimizer over the model's own parameters was looked at"
         return "what backward fills, `.grad` of the parameters, is not what an optimizer steps with, or cannot be read"
@@ -146,8 +144,11 @@ class GradientArrival:
         if known is None or known.refresh <= 0:
             names, first = dict(parameter_names(self._model)), 0 if known is None else known.next
             held = [p for group in optimizer.param_groups for p in group["params"] if id(p) in names]
-            plain: list[tuple[str, Tensor]] = [(names[id(p)], p) for p in held if type(p) is nn.Parameter]
-            known = _Known(_scattered(plain), first, sharded=bool(held) and not plain)
+            shards = all_shards(self._model, held)
+            some: list[tuple[str, Tensor | Shards]] = [
+                (names[id(p)], shards.get(id(p), p)) for p in held if type(p) is nn.Parameter or id(p) in shards
+            ]
+            known = _Known(_scattered(some), first, sharded=bool(held) and not some)
             self._known.put(optimizer, known)
         known.shared_by = _shared_by()
         now, last = perf_counter(), known.stepped_s
@@ -162,13 +163,20 @@ class GradientArrival:
             known.rest = STEPS_APART - 1
         elif known.next > len(some):  # all have been looked at: what is wrong from here on is told from what always was
             known.rest = min(MAX_REST - 1, int(num * LOOK_S / max(COST_SHARE * (now - last), 1e-9)))
-        known.turn = [_Look(*some[i % len(some)], first) for i in range(first, known.next)]
+        known.turn = [
+            self._look(*some[i % len(some)], i % len(some) + i // len(some)) for i in range(first, known.next)
+        ]
+
+    def _look(self, name: str, of: Tensor | Shards, turn: int) -> _Look | ShardLook:
+        return _Look(name, of, turn) if isinstance(of, Tensor) else ShardLook(name, of, turn, self._guard)
 
     def backward_begins(self) -> None:
         """A backward of the model has come to its first watched module."""
         for known in list(self._known.values()):
             for look in known.turn:
-                if look.handle is None and look.parameter.requires_grad:
+                if isinstance(look, ShardLook):
+                    look.begin()
+                elif look.handle is None and look.parameter.requires_grad:
                     look.handle = look.parameter.register_hook(partial(_see, self._guard, look))  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
@@ -178,6 +186,11 @@ class GradientArrival:
         found: dict[str, Any] = {}
         known = self._known.get(id(optimizer))
         for look in () if known is None else known.turn:
+            if isinstance(look, ShardLook):
+                if said := look.before():
+                    self._met = self._says_sketches = True
+                    found |= said
+                continue
             if look.handle is None:
                 continue
             look.handle.remove()
@@ -186,7 +199,7 @@ class GradientArrival:
                 continue
             # where what autograd gave last went elsewhere, nothing was added
             expected = look.there if look.mark == (gradient.data_ptr(), gradient._version) else look.expected
-            got = None if expected is None else _sample(gradient, look.start)
+            got = None if expected is None else sample(gradient, look.start)
             if got is None or expected is None or got.device != expected.device or got.shape != expected.shape:
                 continue
             self._met = True
@@ -226,7 +239,7 @@ class GradientArrival:
                 numbers.pop(key, None)
 
 
-def _scattered(parameters: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+def _scattered(parameters: list[tuple[str, Tensor | Shards]]) -> list[tuple[str, Tensor | Shards]]:
     """All of them, neighbours far from each other: what breaks some layers is met after a few turns, wherever they lie."""
     num = len(parameters)
     stride = next((s for s in range(round(GOLDEN * num), num) if math.gcd(s, num) == 1), 1)
@@ -240,9 +253,11 @@ def _shared_by() -> int:
     return num if num > 1 else 0
 
 
-def _let_go(looks: list[_Look]) -> None:
+def _let_go(looks: list[_Look | ShardLook]) -> None:
     for look in looks:
-        if look.handle is not None:
+        if isinstance(look, ShardLook):
+            look.let_go()
+        elif look.handle is not None:
             look.handle.remove()
             look.handle = None
 
@@ -252,30 +267,17 @@ def _see(guard: Guard, look: _Look, given: Tensor) -> None:
     look.expected, look.there, before = None, None, look.parameter.grad
     try:
         with torch.no_grad():
-            if (sample := _sample(given, look.start)) is None:
+            if (now := sample(given, look.start)) is None:
                 return
             if before is None:
-                look.mark, look.expected = None, sample.clone()
+                look.mark, look.expected = None, now.clone()
                 return
             look.mark = before.data_ptr(), before._version
-            there = _sample(before, look.start)
-            if there is not None and there.shape == sample.shape and there.device == sample.device:
-                look.there, look.expected = there.clone(), there + sample
+            there = sample(before, look.start)
+            if there is not None and there.shape == now.shape and there.device == now.device:
+                look.there, look.expected = there.clone(), there + now
     except Exception as error:  # noqa: BLE001 - training goes on, and the guard counts
         guard.swallow("gradients", error)
-
-
-def _sample(x: Tensor, start: int) -> Tensor | None:
-    """Some elements where they lie, as float32; None where they cannot be read. [PIECES, WIDTH], or a smaller tensor's own shape"""
-    if type(x) is not Tensor or x.layout is not torch.strided or not x.is_contiguous() or not x.is_floating_point():
-        return None
-    if not (num := x.numel()) or torch._C._functorch.is_functorch_wrapped_tensor(x) or capturing(x):
-        return None
-    if num > SAMPLE:
-        part = num // PIECES
-        offset = x.storage_offset() + start * WIDTH * 5 % (part - WIDTH + 1)
-        x = x.as_strided((PIECES, WIDTH), (part, 1), offset)
-    return x.detach() if x.dtype is torch.float32 else x.float()
 
 
 def _apart(got: Tensor, expected: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

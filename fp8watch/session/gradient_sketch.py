@@ -34,24 +34,32 @@ def _signs(num: int, device: torch.device) -> Tensor:
     return (2.0 * bits - 1.0).to(device)
 
 
-def sketches(name: str, given: Tensor, got: Tensor, shared_by: int) -> dict[str, Any]:
+def sketches(name: str, given: Tensor, got: Tensor | None, shared_by: int) -> dict[str, Any]:
     """Numbers of a step. NaN where nothing can be said: something is not finite, or values were clipped one by one.
 
     Args:
         name: of the parameter.
         given: float32 sample of what backward added up here.
-        got: of what its optimizer is about to step with, the same elements.
+        got: of what its optimizer is about to step with, the same elements; None where another process has these.
         shared_by: so many processes.
     """
-    signs = _signs(given.numel(), given.device)
+    numbers: dict[str, Any] = {GRADIENT_OF + name: float(shared_by)}
+    if got is None:
+        return numbers | _named(GRADIENT_GIVEN, _products(given))
     size = got.abs()
     limit = size.amax()
     clipped = ((size == limit).sum() > 1) & (limit > 0)  # whatever is clipped by its value has one magnitude
-    # not by a GEMM: training may have told those to compute in fewer bits, or to be deterministic
-    both = (torch.stack([given.flatten(), got.flatten()])[:, :, None] * signs).sum(1)
-    told = both.where(~clipped, math.nan).flatten().unbind()
-    names = [f"{what}{k}" for what in (GRADIENT_GIVEN, GRADIENT_GOT) for k in range(SKETCH_NUMBERS)]
-    return {GRADIENT_OF + name: float(shared_by), **dict(zip(names, told, strict=True))}
+    told = _products(got).where(~clipped, math.nan)
+    return numbers | _named(GRADIENT_GIVEN, _products(given)) | _named(GRADIENT_GOT, told)
+
+
+def _products(x: Tensor) -> Tensor:
+    """[SKETCH_NUMBERS], not by a GEMM: training may have told those to compute in fewer bits, or to be deterministic."""
+    return (x.flatten()[:, None] * _signs(x.numel(), x.device)).sum(0)
+
+
+def _named(what: str, products: Tensor) -> dict[str, Any]:
+    return {f"{what}{k}": product for k, product in enumerate(products.unbind())}
 
 
 def only_finite(numbers: dict[str, float]) -> None:

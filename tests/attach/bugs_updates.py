@@ -19,12 +19,13 @@ _MEANT = f"{_T}test_what_a_weight_was_to_move_by_is_adams_step_and_its_decay"
 _TIMES = f"{_T}test_weights_that_move_further_than_adam_says_are_told_by_how_much"
 _G = "tests/attach/test_gradient_arrival.py::"
 _S = "tests/attach/test_gradient_sums.py::"
+_P = "tests/attach/test_gradient_shards.py::"
 _SHARED = f"{_G}test_gradients_of_several_processes_are_said_as_sketches_in_turns_that_no_clock_paces"
 _WAYS = f"{_G}test_what_trainings_do_to_gradients_says_nothing"
 _ANOTHER = f"{_G}test_another_gradient_than_backward_gave_is_told_with_its_parameter"
 UPDATE_BUGS = [
     Bug("values that are clipped one by one", "gradient_arrival:_apart", "torch.where(rounding | clipped,", "torch.where(rounding,", _WAYS),
-    Bug("what micro-batches before have left", "gradient_arrival:_see", "there.clone(), there + sample", "there.clone(), sample.clone()", _WAYS),
+    Bug("what micro-batches before have left", "gradient_arrival:_see", "there.clone(), there + now", "there.clone(), now.clone()", _WAYS),
     Bug("what autograd gave went elsewhere", "gradient_arrival:GradientArrival.before", "look.there if look.mark == (gradient.data_ptr(), gradient._version) else look.expected",
         "look.expected", _WAYS),
     Bug("a gradient times a number is the same", "gradient_arrival:_apart", "of_got - (of_got * of_expected).sum() / energy * of_expected", "of_got - of_expected", _WAYS),
@@ -46,9 +47,15 @@ UPDATE_BUGS = [
     Bug("gradients of several processes", "gradient_arrival:_shared_by", "num if num > 1 else 0", "0", _SHARED),
     Bug("no clock decides when processes say a sketch", "gradient_arrival:GradientArrival.after", "known.rest = STEPS_APART - 1", "known.rest = int(now - last) % 3",
         _SHARED),
-    Bug("a sketch of values that were clipped", "gradient_sketch:sketches", "told = both.where(~clipped, math.nan)", "told = both", f"{_S}test_values_that_are_clipped_one_by_one_say_nothing"),
+    Bug("a sketch of values that were clipped", "gradient_sketch:sketches", "_products(got).where(~clipped, math.nan)", "_products(got)", f"{_S}test_values_that_are_clipped_one_by_one_say_nothing"),
     Bug("a sketch of what is not finite", "gradient_sketch:only_finite", "math.isfinite(numbers[n])", "True", f"{_S}test_sketches_are_linear_and_say_nothing_of_what_is_not_finite"),
     Bug("processes have the same signs", "gradient_sketch:_signs", "manual_seed(SEED)", "manual_seed(__import__('os').getpid())", f"{_S}test_what_is_reduced_adds_up"),
+    Bug("micro-batches of a gradient that is sharded add up", "gradient_shards:ShardLook._see", "self._given += now", "self._given = now.clone()", f"{_P}test_what_is_scattered_adds_up"),
+    Bug("a step that is left out before gradients are sharded", "gradient_shards:ShardLook._see", " or self._shards.is_cleared", "", f"{_P}test_what_is_scattered_adds_up"),
+    Bug("gradients that are kept in parts add up over micro-batches", "gradient_shards:Shards.is_cleared", "all(", "any(", f"{_P}test_what_is_scattered_adds_up"),
+    Bug("all look at the same rows", "gradient_shards:Shards.rows_of", "first = shard *", "first = 0 *", f"{_P}test_what_is_scattered_adds_up"),
+    Bug("parts have their turns", "gradient_shards:ShardLook.__init__", "turn % shards.num", "0", f"{_P}test_what_is_scattered_adds_up"),
+    Bug("copies of a part", "gradient_shards:Shards.__init__", "mesh.get_local_rank(axis)", "mesh.get_rank()", f"{_P}test_copies_of_a_part_are_all_held_against_the_sum"),
     Bug("gradients that nobody could look at are said", "gradient_arrival:GradientArrival.unseen", "if self._met:", "if True:",
         f"{_G}test_that_no_gradient_could_be_held_against_another_is_said"),
     Bug("gradients that were looked at are not said to be unseen", "gradient_arrival:GradientArrival.before", "self._met = True", "",

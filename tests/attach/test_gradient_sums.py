@@ -11,7 +11,7 @@ import pytest
 import torch
 from support.ranks import run_ranks
 
-from fp8watch.session.gradient_arrival import SAMPLE
+from fp8watch.session.gradient_sample import SAMPLE
 from fp8watch.session.gradient_sketch import only_finite, sketches
 from fp8watch_agent.update_names import GRADIENT_GIVEN, GRADIENT_GOT, GRADIENT_OF, SKETCH_NUMBERS
 from fp8watch_server.detect.modes.silent_data_corruption.gradient_sums import APART, Verdict, judge

@@ -38,9 +38,23 @@ OF_UPDATES = [
     Bug(
         "processes that keep their own",
         "gradient_sums:judge",
-        'return Verdict("own"',
-        'return Verdict("apart"',
+        'is_part else "own"',
+        'is_part else "apart"',
         ADDS_UP,
+    ),
+    Bug(
+        "what one process got of a part is its own alone",
+        "gradient_sums:judge",
+        '"alone" if is_part',
+        '"own" if is_part',
+        f"{SUMS}::test_of_a_sum_that_is_kept_in_parts_who_holds_one_says_what_it_got",
+    ),
+    Bug(
+        "a part that is wrong has its next turn later where there are many",
+        "gradient_sums:GradientSums._follow",
+        "max(AGAIN_STEPS, STEPS_A_RANK * len(said.ranks))",
+        "8",
+        f"{SUMS}::test_parts_that_one_process_alone_gets_wrong_are_seen_again_in_its_next_turn",
     ),
     Bug(
         "a process is named only where no other fits",

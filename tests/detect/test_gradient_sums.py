@@ -18,9 +18,10 @@ NUM = 4
 
 
 def ranks_with(
-    change, *, num: int = NUM, rounding: float = 1e-3, last_stops: bool = False, names: int = 3
+    change, *, num: int = NUM, rounding: float = 1e-3, last_stops: bool = False, names: int = 3, in_parts: bool = False
 ) -> list[Trace]:
-    """Ranks that say sketches of a few parameters in turn; `change(step, given, got)` returns what they got, in place or anew."""
+    """Ranks that say sketches of a few parameters in turn; `change(step, given, got)` returns what they got, in place or anew. `in_parts`: only
+    one of them in each turn says what it got."""
     rng = np.random.default_rng(7)
     ranks = _replicas(5, num)
     module = next(f.module for f in ranks[0].facts.values() if f.operand == "weight")
@@ -37,7 +38,8 @@ def ranks_with(
                 continue
             told = {GRADIENT_OF + name: float(num)}
             told |= {f"{GRADIENT_GIVEN}{k}": given[r, k] for k in range(SKETCH_NUMBERS)}
-            told |= {f"{GRADIENT_GOT}{k}": got[r, k] for k in range(SKETCH_NUMBERS)}
+            if not in_parts or turn % num == r:
+                told |= {f"{GRADIENT_GOT}{k}": got[r, k] for k in range(SKETCH_NUMBERS)}
             for key, value in told.items():
                 t.logs.setdefault(key, np.full(STEPS, np.nan))[step] = value
     return ranks
@@ -88,6 +90,42 @@ def test_what_does_not_add_up_is_told_with_its_process(how: str) -> None:
         assert first.rank == 2
 
 
+PARTS = {
+    "missing": (0, 2, "The gradient of rank 2 is missing in the sum over 4 processes since step 121"),
+    "own": (0, 2, "The optimizer of rank 2 gets its own gradient since step 121, not the sum over 4 processes"),
+    "apart": (4, None, "Gradients of 4 processes do not add up to what their optimizers get, since step 121"),
+}
+
+
+@pytest.mark.parametrize("how", PARTS)
+def test_of_a_sum_that_is_kept_in_parts_who_holds_one_says_what_it_got(how: str) -> None:
+    change, (later, rank, title) = BREAKS[how][0], PARTS[how]
+    ranks = ranks_with(since(change), in_parts=True)
+    first, *more = [i.first for i in incidents(ranks) if i.first.mode == "silent-data-corruption"]
+    assert not more
+    assert (first.step, first.onset, first.severity, first.extra["holders"]) == (
+        121 + later,
+        121,
+        "warning",
+        [3 if later else 2],
+    )
+    said = explain(first, ranks[0].facts)
+    assert said.title == title
+    assert f"(the rows that rank {3 if later else 2} holds)" in said.cause
+    if rank is not None:
+        assert first.rank == rank
+
+
+def test_parts_that_one_process_alone_gets_wrong_are_seen_again_in_its_next_turn() -> None:
+    def change(step, given, got):
+        got[2] = np.arange(SKETCH_NUMBERS) - 3.0
+        return got
+
+    ranks = ranks_with(since(lambda given, got: change(0, given, got)), in_parts=True)
+    [incident] = [i for i in incidents(ranks) if i.first.mode == "silent-data-corruption"]
+    assert (incident.first.onset, incident.first.step, incident.first.extra["holders"]) == (121, 121 + 4 * NUM, [2])
+
+
 @pytest.mark.parametrize(
     "ranks",
     [
@@ -97,8 +135,19 @@ def test_what_does_not_add_up_is_told_with_its_process(how: str) -> None:
         lambda: ranks_with(lambda step, given, got: got + 3.0 if step == 121 else got),
         lambda: ranks_with(as_it_is, rounding=0.02),
         lambda: ranks_with(lambda step, given, got: got + 3.0 if step > 20 else got),
+        lambda: ranks_with(as_it_is, in_parts=True),
+        lambda: ranks_with(as_it_is, rounding=0.02, in_parts=True),
     ],
-    ids=["adds-up", "never-did", "one-says-nothing-more", "once", "rounds-more", "too-early"],
+    ids=[
+        "adds-up",
+        "never-did",
+        "one-says-nothing-more",
+        "once",
+        "rounds-more",
+        "too-early",
+        "parts",
+        "parts-round-more",
+    ],
 )
 def test_what_is_no_sum_or_not_known_is_silent(ranks) -> None:
     assert [i for i in incidents(ranks()) if i.first.mode == "silent-data-corruption"] == []

@@ -153,6 +153,8 @@ def _percent(share: object) -> str:
 def _of_sum(f: Finding, first: str, more: str) -> tuple[str, str]:
     """Of gradients that several processes gave."""
     how, num, odd = f.extra.get("how"), f.extra.get("num_ranks"), f.extra.get("odd_ranks") or []
+    holders = f.extra.get("holders") or []
+    rows = f" (the rows that {rank_words(holders)} {'hold' if len(holders) > 1 else 'holds'})" if holders else ""
     who, at = rank_words(odd) if odd else "", f.onset
     off = _percent(evidence(f, "gradient_apart"))
     title, why = {
@@ -168,6 +170,10 @@ def _of_sum(f: Finding, first: str, more: str) -> tuple[str, str]:
             f"The optimizer of {who} gets another gradient than those of the other processes since step {at}",
             f"The others got a multiple of the sum, {who} did not: its weights drift away from the others'.",
         ),
+        "alone": (
+            f"The optimizer of {who} gets its own gradient since step {at}, not the sum over {num} processes",
+            f"It is a multiple of what {who} gave itself: the rows that lie there follow its own data alone.",
+        ),
         "own": (
             f"Gradients are not added up over {num} processes since step {at}: each steps with its own",
             "Each process got a multiple of what it gave itself. Weights drift apart.",
@@ -181,7 +187,7 @@ def _of_sum(f: Finding, first: str, more: str) -> tuple[str, str]:
         ),
     )
     return title, (
-        f"At step {f.step} a linear sketch of {first}{more}, of what each of {num} processes gave and of what its optimizer got, is off by {off} of its norm, whatever number it may be "
+        f"At step {f.step} a linear sketch of {first}{rows}{more}, of what each of {num} processes gave and of what its optimizer got, is off by {off} of its norm, whatever number it may be "
         f"multiplied by; at an earlier look it was not. {why} One parameter is looked at in some steps: it may have begun earlier, and concern more. {_INNOCENT}"
     )
 

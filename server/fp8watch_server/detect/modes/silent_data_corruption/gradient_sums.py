@@ -1,17 +1,19 @@
 """Whether what each process gave of a gradient adds up to what their optimizers got: mode 15.
 
-Shapes:     sketches of one parameter in one step, [ranks, 8] given and [ranks, 8] got -> at most one finding
+Shapes:     sketches of one parameter in one step, [ranks, 8] given and [holders, 8] got -> at most one finding
 Thread:     detect worker
 
 Products with random signs are linear: those of all processes' gradients add up to those of the sum, whatever number divides it
 and whatever it is clipped to by its norm. So a reduction is checked from outside, with no word between processes. Held against each
 other are ranks that say the same parameter in the same step, where all of them have come. What was never right is no
 data-parallel sum (another topology, compression, noise); of what was, a rank that is missing in the sum, that is in it twice, or that
-got another result than the others, is named where the numbers single it out; else it must be seen twice.
+got another result than the others, is named where the numbers single it out; else it must be seen twice. Where each keeps a part of the
+sum (FSDP), the sketches of a turn are of one part, and only who holds that says what arrived.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,6 +36,8 @@ SINGLED_OUT = 4.0
 """By so many times one explanation must fit better than the next."""
 AGAIN_STEPS = 64
 """Within which it must be seen again, where no rank is named."""
+STEPS_A_RANK = 8
+"""Likewise: twice the time in which the parts of all ranks have had their turns."""
 REPEAT_STEPS = 5
 KIND = "gradient-sum"
 
@@ -41,14 +45,15 @@ KIND = "gradient-sum"
 class _Sketches(NamedTuple):
     ranks: tuple[int, ...]
     given: Floats  # [ranks, 8]
-    got: Floats
+    got: Floats  # [holders, 8]
+    holders: tuple[int, ...]  # places in `ranks` of those that got it
 
 
 class Verdict(NamedTuple):
     """What the sketches of one parameter say."""
 
     how: str
-    """"missing", "twice", "own", "one" or "apart"."""
+    """"missing", "twice", "own", "alone", "one" or "apart"."""
     ranks: tuple[int, ...]
     """Who is named."""
     apart: float
@@ -87,7 +92,7 @@ class GradientSums(Detector):
         for name, said in _of_step(ctx).items():
             learns = len(self._usual) < LEARN_LOOKS
             usual = min(MOST_APART, TIMES_USUAL * float(np.median(self._usual))) if not learns else LEARN_APART
-            verdict = judge(said.ranks, said.given, said.got, max(APART, usual))
+            verdict = judge(said.ranks, said.given, said.got, max(APART, usual), said.holders)
             if verdict is None:
                 self._right.add(name)
                 self._usual = [*self._usual[1 - KEPT_LOOKS :], furthest(said.given, said.got)]
@@ -96,7 +101,8 @@ class GradientSums(Detector):
         return found[:1]
 
     def _follow(self, ctx: Context, name: str, said: _Sketches, verdict: Verdict) -> list[Finding]:
-        step, seen = ctx.now.step, self._last is not None and ctx.now.step - self._last <= AGAIN_STEPS
+        again = max(AGAIN_STEPS, STEPS_A_RANK * len(said.ranks))
+        step, seen = ctx.now.step, self._last is not None and ctx.now.step - self._last <= again
         if not seen:
             self._first, self._told = step, None
             self._names.clear()
@@ -122,6 +128,7 @@ class GradientSums(Detector):
             ctx.now.finding(
                 "silent-data-corruption", "warning", rows, evidence, "shared",
                 kind=KIND, first=name, how=verdict.how, odd_ranks=list(verdict.ranks[:64]), num_ranks=len(said.ranks),
+                holders=[said.ranks[i] for i in said.holders][:64] if len(said.holders) < len(said.ranks) else [],
                 num=len(self._names), began=began, not_before=began, apart=apart, **more,
             )
         ]  # fmt: skip
@@ -129,24 +136,31 @@ class GradientSums(Detector):
 
 def _of_step(ctx: Context) -> dict[str, _Sketches]:
     """Parameter -> what all of its processes say of it in this step; nothing of one that lacks some."""
-    by_name: dict[str, dict[int, tuple[Floats, Floats, int]]] = {}
+    by_name: dict[str, dict[int, tuple[Floats, Floats | None, int]]] = {}
     for view in ctx.now.views:
         if not any(name.startswith(GRADIENT_OF) for name in view.columns.batch.header.logs):
             continue
         logs = view.logs()
+        if (given := _numbers(logs, GRADIENT_GIVEN)) is None:
+            continue
         for name in [n for n in logs if n.startswith(GRADIENT_OF)]:
-            given, got = (
-                np.array([logs.get(f"{what}{k}", np.nan) for k in range(SKETCH_NUMBERS)])
-                for what in (GRADIENT_GIVEN, GRADIENT_GOT)
-            )
-            if np.isfinite(given).all() and np.isfinite(got).all():
-                by_name.setdefault(name.removeprefix(GRADIENT_OF), {})[view.rank] = given, got, int(logs[name])
+            told = given, _numbers(logs, GRADIENT_GOT), int(logs[name])
+            by_name.setdefault(name.removeprefix(GRADIENT_OF), {})[view.rank] = told
     out = {}
     for name, of in by_name.items():
-        if len(of) > 1 and {num for *_, num in of.values()} == {len(of)}:
-            ranks = tuple(sorted(of))
-            out[name] = _Sketches(ranks, np.stack([of[r][0] for r in ranks]), np.stack([of[r][1] for r in ranks]))
+        ranks = tuple(sorted(of))
+        got = {i: of[rank][1] for i, rank in enumerate(ranks)}
+        held = {i: numbers for i, numbers in got.items() if numbers is not None}
+        if len(of) > 1 and held and {num for *_, num in of.values()} == {len(of)}:
+            given_by = np.stack([of[rank][0] for rank in ranks])
+            out[name] = _Sketches(ranks, given_by, np.stack(list(held.values())), tuple(held))
     return out
+
+
+def _numbers(logs: Mapping[str, float], what: str) -> Floats | None:
+    """[8]; None where one of them is missing or not finite."""
+    numbers = np.array([logs.get(f"{what}{k}", np.nan) for k in range(SKETCH_NUMBERS)])
+    return numbers if np.isfinite(numbers).all() else None
 
 
 def furthest(given: Floats, got: Floats) -> float:
@@ -155,16 +169,19 @@ def furthest(given: Floats, got: Floats) -> float:
     return max(_apart(g, total) for g in got)
 
 
-def judge(ranks: tuple[int, ...], given: Floats, got: Floats, limit: float = APART) -> Verdict | None:
+def judge(
+    ranks: tuple[int, ...], given: Floats, got: Floats, limit: float = APART, holders: tuple[int, ...] = ()
+) -> Verdict | None:
     """Whether what ranks got is a multiple of the sum of what they gave; None where it is, or nothing was given.
 
     Args:
         ranks: [R] who.
         given: [R, 8] sketches of what each gave.
-        got: [R, 8] of what each got.
+        got: [H, 8] of what each of `holders` got.
         limit: what it may be off, as a share of its norm.
+        holders: [H] places in `ranks`; none: all of them.
     """
-    total = given.sum(axis=0)
+    total, holders = given.sum(axis=0), holders or tuple(range(len(ranks)))
     if not total.any():
         return None
     off = np.array([_apart(g, total) for g in got])
@@ -172,9 +189,10 @@ def judge(ranks: tuple[int, ...], given: Floats, got: Floats, limit: float = APA
     if not wrong.any():
         return None
     if not wrong.all():
-        return Verdict("one", tuple(r for r, is_wrong in zip(ranks, wrong, strict=True) if is_wrong), worst)
-    if max(_apart(g, mine) for g, mine in zip(got, given, strict=True)) <= limit:
-        return Verdict("own", (), worst)
+        return Verdict("one", tuple(ranks[i] for i, is_wrong in zip(holders, wrong, strict=True) if is_wrong), worst)
+    if max(_apart(g, given[i]) for g, i in zip(got, holders, strict=True)) <= limit:
+        is_part = len(holders) < len(ranks)
+        return Verdict("alone" if is_part else "own", tuple(ranks[i] for i in holders) if is_part else (), worst)
     if max(_apart(g, got[0]) for g in got) > limit:
         return Verdict("apart", (), worst)
     for how, sign in (("missing", -1.0), ("twice", 1.0)):
