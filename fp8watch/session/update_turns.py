@@ -26,6 +26,7 @@ from fp8watch.session.by_optimizer import ByOptimizer
 from fp8watch.session.standing_elements import readable
 from fp8watch.session.standing_state import FIRST, SECOND
 from fp8watch.session.tensor_places import parameter_names
+from fp8watch.session.update_astray import MIN_MOVED, astray, beside_decay
 from fp8watch.session.update_size import Rate, rate_of, update_times
 from fp8watch_agent.update_names import (
     ASTRAY,
@@ -47,8 +48,8 @@ COST_SHARE, MAX_REST = 0.001, 30
 """Of the time of a step, that turns take on average; at most so many steps lie between two of them."""
 REFRESH_TURNS = 64
 MAX_NAMES = 1 << 16
-MIN_NONZERO, MIN_MOVED = 16, 64
-"""Elements of a sample: of a gradient that are not 0, of a weight that moved; of fewer nothing is said."""
+MIN_NONZERO = 16
+"""Elements of a sample of a gradient that are not 0; of fewer nothing is said."""
 ROUNDINGS = 16.0
 """A gradient is another's multiple where each element is within so many roundings of its dtype."""
 OTHERS_MOVED = 0.01
@@ -60,7 +61,6 @@ SHRUNK_LOOKS = 3
 """In a row: averages that are written back shrink all weights once."""
 PULL_TIMES = 2.0
 """Times what updates of one size would shrink a weight with which they agree that much: Adam's differ in size."""
-ASTRAY_SHARE, OTHERS_ASTRAY = 0.04, 0.01
 WITHOUT_FIRST = frozenset({SECOND, "sum", "square", "square_avg", "variance", "max_exp_avg_sq"})
 """States as large as their weight of an optimizer that moves each element against its gradient."""
 LOW_BITS = {16: 0xFF, 11: 0x1FFF, 8: 0xFFFF}
@@ -294,9 +294,10 @@ def _ended(optimizer: Optimizer, turn: _Turn) -> dict[str, Any]:
     against = torch.stack([direction for direction, _ in directions])
     numbers |= _times(optimizer, turn, was, moved) if weights.dtype == torch.float32 else {}
     numbers |= _shrink(was, moved, against) | {DECAY: max(turn.decays)}
-    numbers |= _astray(
-        [i for i, (_, exact) in enumerate(directions) if exact], turn, moved + decays[:, None] * was, against
-    )
+    exact = [i for i, (_, exact) in enumerate(directions) if exact]
+    if against_none := astray(exact, beside_decay(was, moved, decays, against), against):
+        share, place = against_none
+        numbers |= {ASTRAY: share, _which(ASTRAY): _at(turn.numbers, place)}
     return {name: float(value) for name, value in numbers.items()} if weights.is_cpu else numbers
 
 
@@ -338,23 +339,6 @@ def _shrink(was: Tensor, moved: Tensor, against: Tensor) -> dict[str, Any]:
     shrink = shrink - PULL_TIMES * pull * (moved + shrink[:, None] * was).abs().mean(1) / size
     median = shrink.median()
     return {SHRINK: median, SHRINKING: ((shrink > 0.5 * median) & (median > 0)).sum()}
-
-
-def _astray(places: list[int], turn: _Turn, moved: Tensor, against: Tensor) -> dict[str, Any]:
-    """What moved with its moment and not against it, of the one weight of which that is much. `moved` without decay, [R, SAMPLE];
-    `places` of those whose elements move against it alone."""
-    if len(places) < 2:
-        return {}
-    at = torch.tensor(places, device="cpu").to(moved.device, non_blocking=True)
-    size = moved[at].abs()
-    wrong = (size * (moved[at].sign() != -against[at].sign())).sum(1)
-    share = torch.where((size > 0).sum(1) >= MIN_MOVED, wrong / size.sum(1).clamp(min=1e-30), torch.nan)
-    ordered = share.nan_to_num(1.0).sort(descending=True).values  # one of which nothing is known speaks for none
-    others = ordered[1:].median() if len(places) > 2 else ordered[1]
-    most = share.nan_to_num(0.0).max()
-    astray = torch.where((most > ASTRAY_SHARE) & (others < OTHERS_ASTRAY), most, 0.0)
-    first = share.nan_to_num(0.0).argmax()
-    return {ASTRAY: astray, _which(ASTRAY): _at(turn.numbers.index_select(0, at), first)}
 
 
 def _times(optimizer: Optimizer, turn: _Turn, was: Tensor, moved: Tensor) -> dict[str, Any]:

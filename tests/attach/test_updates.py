@@ -321,6 +321,38 @@ def test_updates_of_other_rows_are_named_with_their_tensor(attach, name):
     assert all(s[ASTRAY] > 0.04 and s[f"{OF}table.weight"] == 1 for s in found)
 
 
+class OtherDecay(torch.optim.Optimizer):
+    """Lion, with a decay that is not scaled by the learning rate, as some define it."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 1e-3, "weight_decay": 1e-4})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            kept = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
+            kept.lerp_(p.grad, 0.1)
+            p.mul_(1 - 1e-4).add_(kept.sign(), alpha=-1e-3)
+
+
+@pytest.mark.parametrize("make", [adam, lambda m: OtherDecay(m.parameters())], ids=["AdamW", "other decay"])
+@pytest.mark.parametrize("num_named", [0, 2], ids=["no row is named", "few rows are named"])
+def test_rows_that_no_token_names_move_by_decay_and_its_rounding_alone(attach, make, num_named):
+    model = Deep()
+    model.table = torch.nn.Embedding(64 if num_named else 128, 64)
+    rows = torch.arange(64) % num_named if num_named else torch.arange(64)
+    look_up = model.table.forward
+    if not num_named:  # a half of it, as one process holds it: the tokens are in the other one
+        other = torch.randn(64, 64)
+        model.table.forward = lambda tokens: other[tokens] + 0 * model.table.weight.sum()
+    else:
+        model.table.forward = lambda tokens: look_up(rows[tokens])
+    watch = attach(model)
+    steps(model, make(model), 24)
+    assert news(watch) == [{}] * 24
+    assert not watch.guard.errors
+
+
 def test_averages_that_become_the_weights_are_no_misplaced_update(attach):
     model = Deep()
     watch, optimizer = attach(model), adam(model)

@@ -116,6 +116,19 @@ def test_of_a_sum_that_is_kept_in_parts_who_holds_one_says_what_it_got(how: str)
         assert first.rank == rank
 
 
+def test_where_one_parameter_after_the_other_is_wrong_at_its_first_look_that_is_news() -> None:
+    ranks = ranks_with(since(BREAKS["missing"][0]), names=1000)
+    [incident] = [i for i in incidents(ranks) if i.first.mode == "silent-data-corruption"]
+    assert (incident.first.onset, incident.first.step, incident.last_step) == (
+        121,
+        129,
+        TURNS[-1] - (TURNS[-1] - 129) % 8,
+    )
+    said = explain(incident.first, ranks[0].facts)
+    assert said.title == BREAKS["missing"][1]
+    assert "at earlier looks those of 28 others were not" in said.cause
+
+
 def test_parts_that_one_process_alone_gets_wrong_are_seen_again_in_its_next_turn() -> None:
     def change(step, given, got):
         got[2] = np.arange(SKETCH_NUMBERS) - 3.0
@@ -135,6 +148,9 @@ def test_parts_that_one_process_alone_gets_wrong_are_seen_again_in_its_next_turn
         lambda: ranks_with(lambda step, given, got: got + 3.0 if step == 121 else got),
         lambda: ranks_with(as_it_is, rounding=0.02),
         lambda: ranks_with(lambda step, given, got: got + 3.0 if step > 20 else got),
+        lambda: ranks_with(lambda step, given, got: got + 3.0 if step % 32 == 17 else got, names=1000),
+        lambda: ranks_with(lambda step, given, got: got + 3.0 if step in (121, 125) else got, names=1000),
+        lambda: ranks_with(lambda step, given, got: got + 3.0 if step > 120 or step % 28 == 1 else got, names=1000),
         lambda: ranks_with(as_it_is, in_parts=True),
         lambda: ranks_with(as_it_is, rounding=0.02, in_parts=True),
     ],
@@ -145,6 +161,9 @@ def test_parts_that_one_process_alone_gets_wrong_are_seen_again_in_its_next_turn
         "once",
         "rounds-more",
         "too-early",
+        "some-never",
+        "two-in-a-row",
+        "too-many-never",
         "parts",
         "parts-round-more",
     ],

@@ -153,7 +153,8 @@ def _percent(share: object) -> str:
 def _of_sum(f: Finding, first: str, more: str) -> tuple[str, str]:
     """Of gradients that several processes gave."""
     how, num, odd = f.extra.get("how"), f.extra.get("num_ranks"), f.extra.get("odd_ranks") or []
-    holders = f.extra.get("holders") or []
+    holders, others = f.extra.get("holders") or [], f.extra.get("others")
+    earlier = f"at earlier looks those of {others} others were not" if others else "at an earlier look it was not"
     rows = f" (the rows that {rank_words(holders)} {'hold' if len(holders) > 1 else 'holds'})" if holders else ""
     who, at = rank_words(odd) if odd else "", f.onset
     off = _percent(evidence(f, "gradient_apart"))
@@ -188,7 +189,7 @@ def _of_sum(f: Finding, first: str, more: str) -> tuple[str, str]:
     )
     return title, (
         f"At step {f.step} a linear sketch of {first}{rows}{more}, of what each of {num} processes gave and of what its optimizer got, is off by {off} of its norm, whatever number it may be "
-        f"multiplied by; at an earlier look it was not. {why} One parameter is looked at in some steps: it may have begun earlier, and concern more. {_INNOCENT}"
+        f"multiplied by; {earlier}. {why} One parameter is looked at in some steps: it may have begun earlier, and concern more. {_INNOCENT}"
     )
 
 

@@ -6,9 +6,10 @@ Thread:     detect worker
 Products with random signs are linear: those of all processes' gradients add up to those of the sum, whatever number divides it
 and whatever it is clipped to by its norm. So a reduction is checked from outside, with no word between processes. Held against each
 other are ranks that say the same parameter in the same step, where all of them have come. What was never right is no
-data-parallel sum (another topology, compression, noise); of what was, a rank that is missing in the sum, that is in it twice, or that
-got another result than the others, is named where the numbers single it out; else it must be seen twice. Where each keeps a part of the
-sum (FSDP), the sketches of a turn are of one part, and only who holds that says what arrived.
+data-parallel sum (another topology, compression, noise), but where nearly all parameters were, and then one after the other is not at
+its first look. Of what is news, a rank that is missing in the sum, that is in it twice, or that got another result than the others,
+is named where the numbers single it out; else it must be seen twice. Where each keeps a part of the sum (FSDP), the sketches of a turn
+are of one part, and only who holds that says what arrived.
 """
 
 from __future__ import annotations
@@ -38,6 +39,9 @@ AGAIN_STEPS = 64
 """Within which it must be seen again, where no rank is named."""
 STEPS_A_RANK = 8
 """Likewise: twice the time in which the parts of all ranks have had their turns."""
+NEW_IN_A_ROW, RIGHT_TIMES = 3, 16
+"""Parameters that are wrong at their first look, with no right one between them: so many are news, where so many times as many were right
+as were wrong before."""
 REPEAT_STEPS = 5
 KIND = "gradient-sum"
 
@@ -68,6 +72,8 @@ class GradientSums(Detector):
 
     def __init__(self, num_sites: int = 0) -> None:
         self._right: set[str] = set()  # parameters whose gradients added up once
+        self._never: set[str] = set()  # that have not so far
+        self._row: dict[str, int] = {}  # of these the last ones, one after the other -> step of their first look
         self._last: int | None = None  # step in which one did not
         self._first: int | None = None
         self._told: int | None = None
@@ -84,6 +90,7 @@ class GradientSums(Detector):
         """What was followed is over; that a parameter's gradients add up is not."""
         self._last = self._first = self._told = None
         self._names.clear()
+        self._row.clear()
         self._usual.clear()  # there may be more processes now
 
     def observe(self, ctx: Context) -> list[Finding]:
@@ -95,17 +102,44 @@ class GradientSums(Detector):
             verdict = judge(said.ranks, said.given, said.got, max(APART, usual), said.holders)
             if verdict is None:
                 self._right.add(name)
+                self._never.discard(name)
+                self._row.clear()
                 self._usual = [*self._usual[1 - KEPT_LOOKS :], furthest(said.given, said.got)]
-            elif name in self._right and not learns:
+            elif learns:
+                self._never.add(name)
+            elif self._is_news(name, ctx.now.step, len(said.ranks)):
                 found += self._follow(ctx, name, said, verdict)
         return found[:1]
 
+    def _is_news(self, name: str, step: int, num_ranks: int) -> bool:
+        """Whether a parameter whose gradient does not add up is one of those that do."""
+        if name in self._right:
+            return True
+        if name not in self._never:
+            self._never.add(name)
+            self._row[name] = step
+        before = len(self._never) - len(self._row)
+        if name not in self._row or len(self._row) < NEW_IN_A_ROW or RIGHT_TIMES * before > len(self._right):
+            return False
+        first, *_, last, _ = self._row.values()
+        if not self._goes_on(last, num_ranks):
+            self._begin(first)
+            self._names.update(self._row)
+            self._last = last
+        return True
+
+    def _goes_on(self, step: int, num_ranks: int) -> bool:
+        """Whether what is seen in this step is what was seen last."""
+        return self._last is not None and step - self._last <= max(AGAIN_STEPS, STEPS_A_RANK * num_ranks)
+
+    def _begin(self, step: int) -> None:
+        self._first, self._told = step, None
+        self._names.clear()
+
     def _follow(self, ctx: Context, name: str, said: _Sketches, verdict: Verdict) -> list[Finding]:
-        again = max(AGAIN_STEPS, STEPS_A_RANK * len(said.ranks))
-        step, seen = ctx.now.step, self._last is not None and ctx.now.step - self._last <= again
+        step, seen = ctx.now.step, self._goes_on(ctx.now.step, len(said.ranks))
         if not seen:
-            self._first, self._told = step, None
-            self._names.clear()
+            self._begin(step)
         apart = step - self._last if seen and self._last is not None else 1
         self._last = step
         self._names.add(name)
@@ -129,6 +163,7 @@ class GradientSums(Detector):
                 "silent-data-corruption", "warning", rows, evidence, "shared",
                 kind=KIND, first=name, how=verdict.how, odd_ranks=list(verdict.ranks[:64]), num_ranks=len(said.ranks),
                 holders=[said.ranks[i] for i in said.holders][:64] if len(said.holders) < len(said.ranks) else [],
+                others=0 if name in self._right else len(self._right),
                 num=len(self._names), began=began, not_before=began, apart=apart, **more,
             )
         ]  # fmt: skip
