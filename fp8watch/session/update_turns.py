@@ -295,8 +295,8 @@ def _ended(optimizer: Optimizer, turn: _Turn) -> dict[str, Any]:
     numbers |= _times(optimizer, turn, was, moved) if weights.dtype == torch.float32 else {}
     numbers |= _shrink(was, moved, against) | {DECAY: max(turn.decays)}
     exact = [i for i, (_, exact) in enumerate(directions) if exact]
-    if against_none := astray(exact, beside_decay(was, moved, decays, against), against):
-        share, place = against_none
+    if wrong := astray(exact, beside_decay(was, moved, decays, against), against):
+        share, place = wrong
         numbers |= {ASTRAY: share, _which(ASTRAY): _at(turn.numbers, place)}
     return {name: float(value) for name, value in numbers.items()} if weights.is_cpu else numbers
 

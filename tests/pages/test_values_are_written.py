@@ -83,3 +83,17 @@ def test_small_line_of_non_finite_values_only_has_marks_and_no_path() -> None:
     assert spark is not None
     assert spark.path == ""
     assert [what for _, what in spark.marks] == ["NaN", "−Inf"]
+
+
+@pytest.mark.parametrize(
+    ("detail", "said"),
+    [
+        ({"mode": "bad-batch", "earlier_cause_than": "loss-spike"}, "an earlier cause than loss-spike was found"),
+        ({"mode": "bad-batch", "earlier_cause_than": "bad-batch"}, "traced to another place"),
+        ({"mode": "bad-batch", "earlier_cause_than": "bad-batch", "num_sites": 3}, "traced to another place, reached 3 sites"),
+        ({"mode": "bad-batch"}, ""),
+        (None, ""),
+    ],
+)  # fmt: skip
+def test_an_event_of_an_incident_is_told_in_words(detail: object, said: str) -> None:
+    assert formatting.details(detail) == said

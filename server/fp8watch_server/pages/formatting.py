@@ -210,7 +210,11 @@ def details(detail: object) -> str:
     """What an event says to people; the rest of it is for programs."""
     if not isinstance(detail, Mapping):
         return ""
-    return ", ".join(words.format(detail[key]) for key, words in EVENT_WORDS.items() if detail.get(key) is not None)
+    known = {key: detail[key] for key in EVENT_WORDS if detail.get(key) is not None}
+    if known.get("earlier_cause_than") == detail.get("mode") is not None:
+        del known["earlier_cause_than"]
+        return ", ".join(["traced to another place", *(EVENT_WORDS[key].format(known[key]) for key in known)])
+    return ", ".join(EVENT_WORDS[key].format(known[key]) for key in known)
 
 
 @dataclass(frozen=True)
