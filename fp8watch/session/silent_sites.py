@@ -10,9 +10,10 @@ may come later, so that much of the model is blind is said of those after `ALARM
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 
 from fp8watch.selection.flop_coverage import percent
+from fp8watch.selection.wrappers import named_modules
 from fp8watch.session.attachment import Attachment
 from fp8watch.session.sites import and_more, silent_modules
 from fp8watch_agent.roles import layers_of, pattern
@@ -30,6 +31,9 @@ NO_BACKWARD = (
     "its forward is observed; the product is inside a function whose backward is its own, so gradients are not"
 )
 NOT_KNOWN = "no product with it was recognised"
+EVALUATED = (
+    "in evaluation mode and without gradients, as a target network or a teacher is: its forwards are not looked at"
+)
 
 
 class Silence:
@@ -52,13 +56,15 @@ class Silence:
         """
         silent = silent_modules(self._attachment.table, arrived, unobserved)
         reasons = self._reasons(silent)
-        idle = layers_of(name for name in silent if name not in reasons)
-        unseen = [f"{name} ({reason})" for name, reason in _by_layers(reasons | self._forward_only())]
+        evaluated = self._evaluated(name for name in silent if name not in reasons)
+        idle = layers_of(name for name in silent if name not in reasons and name not in evaluated)
+        unseen = [f"{name} ({reason})" for name, reason in _by_layers(reasons | evaluated | self._forward_only())]
         high = [f"{name} ({reason})" for name, reason in _by_layers(self._kept_high())]
         covered, loud = self._attachment.coverage, ""
         share, announced = covered.silent(silent), covered.observed or 0.0
-        if share > ALARM_SHARE * announced:
-            loud = f"{percent(share)} of the GEMM FLOPs were announced as observed and send nothing"
+        unsaid = covered.silent([name for name in silent if name not in evaluated])
+        if unsaid > ALARM_SHARE * announced:
+            loud = f"{percent(unsaid)} of the GEMM FLOPs were announced as observed and send nothing"
         for_good = num_steps >= ALARM_AFTER_STEPS or covered.silent(reasons) > ALARM_SHARE * announced
         facts: dict[str, str | float] = {
             "not_called": _joined(idle), "silent": _joined(unseen), "silent_share": loud,
@@ -73,6 +79,19 @@ class Silence:
             (f"in high precision, against what was announced: {_some(high)}", high),
         ]
         return "; ".join([text for text, names in said if names] + ([loud] if loud else [])), changed
+
+    def _evaluated(self, names: Iterable[str]) -> dict[str, str]:
+        """Of modules: those that are not in training mode and have no gradient, while others have one. What is trained in evaluation
+        mode is blind, and no copy."""
+        modules = dict(named_modules(self._attachment.model))
+        if all(p.grad is None for p in self._attachment.model.parameters()):
+            return {}
+        idle = ((name, modules[name]) for name in names if name in modules)
+        return {
+            name: EVALUATED
+            for name, module in idle
+            if not module.training and all(p.grad is None for p in module.parameters())
+        }
 
     def _forward_only(self) -> dict[str, str]:
         own = self._attachment.own

@@ -46,6 +46,9 @@ class StepListener(Protocol):
     def _before_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer is about to step."""
 
+    def _ran(self) -> bool:
+        """Whether a backward of the model has begun since the last step ended."""
+
     def _on_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer has stepped."""
 
@@ -90,8 +93,47 @@ def _after_optimizer(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     _each(lambda w: None if is_capturing() else w._on_optimizer(optimizer))
 
 
-def _before_optimizer(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+def _before_optimizer(
+    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Where `step` is given a closure, the backward is in there: what it steps with is known behind that."""
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    waits: list[bool] = []
+    if callable(closure):
+        _each(lambda w: waits.append(w._owns(optimizer) and _is_called_first(optimizer, w._ran())))
+    if not any(waits):
+        _look(optimizer)
+        return None
+    heard = _then_look(closure, optimizer)
+    return (args[0], heard, *args[2:]) if len(args) > 1 else args, kwargs | (
+        {} if len(args) > 1 else {"closure": heard}
+    )
+
+
+def _look(optimizer: torch.optim.Optimizer) -> None:
     _each(lambda w: None if is_capturing() else w._before_optimizer(optimizer))
+
+
+def _is_called_first(optimizer: torch.optim.Optimizer, has_run: bool) -> bool:
+    """Whether an optimizer calls its closure before it does anything, as torch's do; others may have moved weights by then (SAM)."""
+    return type(optimizer).__module__.startswith("torch.optim.") or not has_run
+
+
+def _then_look(closure: Callable[[], Any], optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
+    """The closure, and a look behind its first call."""
+    looked = False
+
+    @functools.wraps(closure)
+    def heard() -> Any:
+        nonlocal looked
+        loss = closure()
+        if not looked:
+            looked = True
+            with torch.no_grad():
+                _look(optimizer)
+        return loss
+
+    return heard
 
 
 def _saving(saved: Any) -> Callable[[], None]:

@@ -19,6 +19,7 @@ _MEANT = f"{_T}test_what_a_weight_was_to_move_by_is_adams_step_and_its_decay"
 _TIMES = f"{_T}test_weights_that_move_further_than_adam_says_are_told_by_how_much"
 _G = "tests/attach/test_gradient_arrival.py::"
 _S = "tests/attach/test_gradient_sums.py::"
+_C = "tests/attach/test_closures.py::"
 _P = "tests/attach/test_gradient_shards.py::"
 _SHARED = f"{_G}test_gradients_of_several_processes_are_said_as_sketches_in_turns_that_no_clock_paces"
 _WAYS = f"{_G}test_what_trainings_do_to_gradients_says_nothing"
@@ -50,6 +51,11 @@ UPDATE_BUGS = [
     Bug("a sketch of values that were clipped", "gradient_sketch:sketches", "_products(got).where(~clipped, math.nan)", "_products(got)", f"{_S}test_values_that_are_clipped_one_by_one_say_nothing"),
     Bug("a sketch of what is not finite", "gradient_sketch:only_finite", "math.isfinite(numbers[n])", "True", f"{_S}test_sketches_are_linear_and_say_nothing_of_what_is_not_finite"),
     Bug("processes have the same signs", "gradient_sketch:_signs", "manual_seed(SEED)", "manual_seed(__import__('os').getpid())", f"{_S}test_what_is_reduced_adds_up"),
+    Bug("what a closure's backward gave", "step_boundary:_before_optimizer", "if not any(waits):", "if True:", f"{_C}test_a_step_with_a_closure_is_a_step_like_others"),
+    Bug("weights that an optimizer moved before it calls its closure", "step_boundary:_is_called_first", " or not has_run", " or True",
+        f"{_C}test_a_step_with_a_closure_is_a_step_like_others"),
+    Bug("a gradient that is changed behind a closure's backward", "step_boundary:_then_look", "if not looked:", "if False:",
+        f"{_C}test_a_gradient_that_is_changed_behind_the_closure_s_backward_is_told"),
     Bug("micro-batches of a gradient that is sharded add up", "gradient_shards:ShardLook._see", "self._given += now", "self._given = now.clone()", f"{_P}test_what_is_scattered_adds_up"),
     Bug("a step that is left out before gradients are sharded", "gradient_shards:ShardLook._see", " or self._shards.is_cleared", "", f"{_P}test_what_is_scattered_adds_up"),
     Bug("gradients that are kept in parts add up over micro-batches", "gradient_shards:Shards.is_cleared", "all(", "any(", f"{_P}test_what_is_scattered_adds_up"),

@@ -10,6 +10,7 @@ from torch import nn
 from fp8watch.selection.flop_coverage import coverage
 from fp8watch.selection.module_filter import select_linears
 from fp8watch.selection.wrappers import named_modules
+from fp8watch.session.silent_sites import EVALUATED
 
 
 class Conv1D(nn.Module):
@@ -215,6 +216,45 @@ def test_modules_that_were_not_called_are_a_fact_of_the_session_too(attach, caps
         in capsys.readouterr().err
     )
     assert watch._recorder.facts["not_called"] == "idle.*"
+
+
+def train_beside(model, watch, num):
+    """Steps of one part with targets of the other one."""
+    optimizer = torch.optim.SGD(model["net"].parameters(), lr=0.01)
+    for _ in range(num):
+        x = torch.randn(32, 64)
+        with torch.no_grad():
+            aim = model["other"](x)
+        optimizer.zero_grad()
+        (model["net"](x) - aim).square().mean().backward()
+        optimizer.step()
+
+
+def test_a_target_network_is_no_part_of_the_model_that_sends_nothing_against_what_was_said(attach, capsys):
+    model = nn.ModuleDict({"net": nn.Linear(64, 64), "other": nn.Linear(64, 64)})
+    model["other"].eval()
+    watch = attach(model)
+    train_beside(model, watch, 60)
+    facts = watch._recorder.facts
+    assert "not observed: other (in evaluation mode and without gradients" in capsys.readouterr().err
+    assert not facts.get("silent_share")
+    assert not facts.get("blind")
+    assert facts["silent"] == f"other ({EVALUATED})"
+    assert facts["gemm_flops_observed"] == 0.5
+
+
+def test_what_is_trained_in_evaluation_mode_is_blind_and_that_is_said(attach, capsys):
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    model[1].eval()
+    watch = attach(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(60):
+        optimizer.zero_grad()
+        model(torch.randn(32, 64)).square().mean().backward()
+        optimizer.step()
+    assert watch._recorder.facts["blind"].startswith(
+        "50 % of the GEMM FLOPs were announced as observed and send nothing"
+    )
 
 
 def test_linears_that_were_replaced_after_attach_are_told_as_not_called(attach, train, capsys):
