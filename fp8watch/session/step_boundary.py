@@ -101,7 +101,7 @@ def _before_optimizer(
     waits: list[bool] = []
     if callable(closure):
         _each(lambda w: waits.append(w._owns(optimizer) and _is_called_first(optimizer, w._ran())))
-    if not any(waits):
+    if closure is None or not any(waits):
         _look(optimizer)
         return None
     heard = _then_look(closure, optimizer)

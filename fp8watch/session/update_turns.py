@@ -50,8 +50,9 @@ REFRESH_TURNS = 64
 MAX_NAMES = 1 << 16
 MIN_NONZERO = 16
 """Elements of a sample of a gradient that are not 0; of fewer nothing is said."""
-ROUNDINGS = 16.0
-"""A gradient is another's multiple where each element is within so many roundings of its dtype."""
+ROUNDINGS, MEAN_ROUNDINGS = 16.0, 4.0
+"""A gradient is another's multiple where each element is within so many roundings of its dtype of the largest, and the whole within
+so many of its norm: sixteen of bfloat16 are an eighth."""
 OTHERS_MOVED = 0.01
 """How far gradients of others are from such a multiple, at least, before one says anything: a batch that comes again at a learning rate
 of 0 repeats all of them."""
@@ -286,7 +287,7 @@ def _ended(optimizer: Optimizer, turn: _Turn) -> dict[str, Any]:
     moved, was = weights.float() - before.float(), before.float()
     gradients = _samples([g for g in found if g is not None], turn.offset).float()
     numbers: dict[str, Any] = {UPDATES_LOOKED: float(len(turn.rows))}
-    repeated = _repeated(turn.gradients, gradients, ROUNDINGS * turn.eps)
+    repeated = _repeated(turn.gradients, gradients, turn.eps)
     numbers |= {REPEATED: repeated.sum(), _which(REPEATED): _at(turn.numbers, repeated.byte().argmax())}
     if weights.dtype == torch.float32:
         numbers |= _coarse(weights, moved != 0, turn)
@@ -306,12 +307,14 @@ def _at(values: Tensor, place: Tensor) -> Tensor:
     return values.index_select(0, place.view(1))[0]
 
 
-def _repeated(last: Tensor, now: Tensor, tolerance: float) -> Tensor:
+def _repeated(last: Tensor, now: Tensor, eps: float) -> Tensor:
     """Whose gradient is a multiple of the last one, while none of the others is near one. [R, SAMPLE] -> bool [R]"""
     factor = (last * now).sum(1) / last.square().sum(1).clamp(min=1e-30)
-    far = (now - factor[:, None] * last).abs().amax(1) / now.abs().amax(1).clamp(min=1e-30)
+    apart = now - factor[:, None] * last
+    far = apart.abs().amax(1) / now.abs().amax(1).clamp(min=1e-30)
+    near = apart.square().sum(1).sqrt() <= MEAN_ROUNDINGS * eps * now.square().sum(1).sqrt()
     known = (now.count_nonzero(1) >= MIN_NONZERO) & (last.count_nonzero(1) >= MIN_NONZERO)
-    same = known & (factor > 0) & (far <= tolerance)
+    same = known & (factor > 0) & (far <= ROUNDINGS * eps) & near
     others = torch.where(known & ~same, far, torch.inf).amin()
     return same & (others > OTHERS_MOVED) & (others < torch.inf)
 

@@ -484,3 +484,16 @@ def test_turns_rest_for_as_long_as_they_cost(monkeypatch):
     apart = {b - a for a, b in pairwise(at)}
     assert len(apart) == 1
     assert 2 / (90 * apart.pop()) < 1.5 * update_turns.COST_SHARE
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_that_are_near_the_last_ones_in_their_largest_elements_are_no_repetition(dtype):
+    torch.manual_seed(0)
+    last, other = torch.randn(2, 3, update_turns.SAMPLE)
+    last[0, :4] = 100.0  # rows of the most frequent tokens
+    now = other.clone()
+    now[0] = 0.1 * other[0]
+    now[0, :4] = 90.0
+    now[1] = 0.3 * last[1]
+    last, now = (x.to(dtype).float() for x in (last, now))
+    assert update_turns._repeated(last, now, torch.finfo(dtype).eps).tolist() == [False, True, False]
