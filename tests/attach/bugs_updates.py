@@ -85,7 +85,7 @@ UPDATE_BUGS = [
     Bug("gradients that are assigned", "gradients_left:_lies_along", " or gradient.data_ptr() != one.address", "",
         f"{_T}test_gradients_that_are_written_over_need_not_be_cleared"),
     Bug("where a backward begins is heard", "step_state:StepState.saw_backward", "for hears in self.on_backward:", "for hears in ():", _LEFT),
-    Bug("a gradient that repeats", "update_turns:_repeated", "(far <= tolerance)", "(far < 0)", _NAMED),
+    Bug("a gradient that repeats", "update_turns:_repeated", "(far <= ROUNDINGS * eps)", "(far < 0)", _NAMED),
     Bug("a gradient that repeats has another factor where it is clipped", "update_turns:_repeated", "factor[:, None] * last", "last", _NAMED),
     Bug("one batch again and again", "update_turns:_repeated", " & (others > OTHERS_MOVED) & (others < torch.inf)", "",
         f"{_T}test_one_batch_again_and_again_at_a_rate_of_0_repeats_all_gradients_and_says_nothing"),
