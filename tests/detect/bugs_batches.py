@@ -50,6 +50,13 @@ OF_BATCHES = [
         f"{BATCHES}::test_labels_drawn_at_random_are_told_and_those_that_always_varied_need_three_steps",
     ),
     Bug(
+        "a level that batches come back to",
+        "composition:Composition._comes_back",
+        "return len(near) >= TOLD_ENOUGH",
+        "return False",
+        f"{BATCHES}::test_a_level_that_batches_come_back_to_is_told_twice_and_another_one_still",
+    ),
+    Bug(
         "what batches are made of",
         "composition:_moved",
         "abs(change) <= max(sigma * spread, LEAST * abs(usual), least)",

@@ -105,6 +105,15 @@ def test_a_mask_that_is_dropped_and_a_source_of_noise_are_information() -> None:
     assert "Tokens are more evenly spread" in the_one(t)[1]
 
 
+def test_a_level_that_batches_come_back_to_is_told_twice_and_another_one_still() -> None:
+    t = healthy(3, 330, 1)
+    t.logs[MASK] = 0.98 - 0.04 * (np.arange(330) % 50 >= 36) + np.random.default_rng(3).normal(0, 0.002, 330)
+    told = incidents(t)
+    assert [i.first.onset // 50 for i in told] == [0, 1]
+    t.logs[MASK][300:] = 0.6
+    assert [i.first.onset for i in incidents(t)][2:] == [300]
+
+
 @pytest.mark.parametrize(
     ("then", "title"),
     [

@@ -5,7 +5,8 @@ Thread:     detect worker
 
 A mask that no longer reaches the model, padding that is scored, a source whose tokens are noise: what the model is given
 stands on another level, while the loss may not show it. Levels are compared as those of the loss (`level`), both ways.
-Information, because a mixture is often changed on purpose.
+Information, because a mixture is often changed on purpose; a level that batches come back to again and again, as where samplers sort
+them by length within every fifty, is told twice and then is theirs.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ LEAST = 0.03
 ONE_SIDE = 0.85
 LEAST_SHOWN = 0.05
 """Of all labels: fewer that stand where they are asked for, or more, are another text."""
+TOLD_ENOUGH, NEAR = 2, 0.5
+"""Times that a level was told; how near to it, as a share of the change, another is the same."""
 NAMES = (MASK, SCORED, CONCENTRATION, TARGETS, SHIFTS[0])
 
 
@@ -40,6 +43,7 @@ class Composition(Detector):
     def __init__(self, num_sites: int = 0) -> None:
         self._values: dict[str, list[float]] = {}
         self._steps: dict[str, list[int]] = {}
+        self._told: dict[str, list[tuple[float, float]]] = {}  # levels, and how far they were from what was usual
 
     def grow(self, num_sites: int) -> None:
         """Not by site."""
@@ -59,9 +63,19 @@ class Composition(Detector):
             values = self._values[name] = [*self._values.get(name, []), value][-MOST:]
             steps = self._steps[name] = [*self._steps.get(name, []), ctx.now.step][-MOST:]
             if (moved := _moved(values, steps, LEAST_SHOWN if name == SHIFTS[0] else 0.0)) is not None:
+                if self._comes_back(name, moved[1], moved[1] - moved[0]):
+                    continue
                 self._values[name], self._steps[name] = [], []
                 return [_finding(ctx, name, *moved)]
         return []
+
+    def _comes_back(self, name: str, level: float, change: float) -> bool:
+        """Whether it was told often enough that batches go to this level."""
+        told = self._told.setdefault(name, [])
+        near = [(at, by) for at, by in told if by * change > 0 and abs(level - at) <= NEAR * abs(by)]
+        if len(near) < TOLD_ENOUGH:
+            told.append((level, change))
+        return len(near) >= TOLD_ENOUGH
 
 
 def _moved(values: list[float], steps: list[int], least: float = 0.0) -> tuple[float, float, int, int] | None:
