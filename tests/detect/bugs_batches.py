@@ -64,6 +64,27 @@ OF_BATCHES = [
         f"{BATCHES}::test_a_mask_that_is_dropped_and_a_source_of_noise_are_information",
     ),
     Bug(
+        "a weight of one tile",
+        "standing:StandingWeights.observe",
+        "hit = long & self._on & ((here[:, 0] != here[:, 1]) | self._stood)",
+        "hit = long & self._on",
+        f"{BATCHES}::test_a_weight_of_one_tile_stands_where_its_energy_does",
+    ),
+    Bug(
+        "weights that are found later",
+        "standing:StandingWeights._finding",
+        "self._named = int(rows[0]) if self._named not in rows else self._named",
+        "self._named = int(rows[0])",
+        f"{BATCHES}::test_a_weight_of_one_tile_that_is_found_later_is_of_the_same_incident",
+    ),
+    Bug(
+        "the energy of a weight that moves",
+        "standing:StandingWeights._look_at_energies",
+        "(both & alike)",
+        "both",
+        f"{BATCHES}::test_a_weight_of_one_tile_stands_where_its_energy_does",
+    ),
+    Bug(
         "weights that stand still",
         "standing:StandingWeights.observe",
         "        self._still[same] += 1\n",

@@ -149,6 +149,35 @@ def test_weights_that_stand_still_are_named_while_the_others_move() -> None:
     assert title == f"The weight of {t.sites[0].module} stands still since step 80: updates are not written back"
 
 
+@pytest.mark.parametrize("stands", [True, False])
+def test_a_weight_of_one_tile_stands_where_its_energy_does(stands: bool) -> None:
+    t = made()
+    stand(t, (t.sites[0].module,))
+    hit = t.mask(module=t.sites[0].module, operand="weight")
+    t.columns["amax_min_nonzero"][:, hit] = t.columns["amax_max"][:, hit]
+    if stands:
+        t.columns["moment2"][AT:, hit] = t.columns["moment2"][AT, hit]
+    else:
+        t.columns["moment2"][AT:, hit] *= 1 + 1e-5 * np.arange(STEPS - AT)[:, None]
+    told = [i for i in incidents(t) if i.mode == "dead-layer"]
+    assert len(told) == stands
+    if stands:
+        assert told[0].first.onset == AT
+
+
+def test_a_weight_of_one_tile_that_is_found_later_is_of_the_same_incident() -> None:
+    t = made()
+    first, later = t.sites[0].module, next(s.module for s in t.sites if s.module != t.sites[0].module)
+    stand(t, (first, later))
+    hit = t.mask(module=first, operand="weight")
+    t.columns["amax_min_nonzero"][:, hit] = t.columns["amax_max"][:, hit]
+    t.columns["moment2"][:, hit] = np.linspace(1, 2, STEPS)[:, None]
+    t.columns["moment2"][AT + 8 :, hit] = 3.0
+    [incident] = [i for i in incidents(t) if i.mode == "dead-layer"]
+    assert incident.first.onset == AT
+    assert later in explain(incident.named, t.facts).title
+
+
 def test_what_is_frozen_skipped_or_without_a_learning_rate_stands_in_silence() -> None:
     t = made()
     stand(t, (t.sites[0].module,))
