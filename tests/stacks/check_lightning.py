@@ -17,6 +17,7 @@ from torch import nn
 import fp8watch
 from fp8watch.integrations.lightning import Fp8Watch
 from fp8watch_agent.record import StepStatus
+from fp8watch_agent.training_names import OPTIMIZER
 
 warnings.filterwarnings("ignore", module="lightning")
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -115,6 +116,25 @@ def test_accumulated_batches_are_one_step_with_the_mean_of_their_losses(kept, tm
     assert list(kept.losses().values()) == pytest.approx(means, abs=1e-4)
     assert len(kept.norms()) == 3
     assert min(kept.norms().values()) > 0.1, "before it is clipped"
+
+
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_a_training_that_is_well_has_no_news_of_its_optimizer_and_its_gradients_are_looked_at(
+    kept, tmp_path, accumulated
+):
+    """Lightning gives the optimizer's step a closure, with the backward in it."""
+    fit(
+        Automatic(),
+        tmp_path,
+        Fp8Watch(),
+        num=24 * accumulated,
+        accumulate_grad_batches=accumulated,
+        gradient_clip_val=0.1,
+    )
+    news = {name for *_, logs, _ in kept[0].steps for name in logs if name.startswith(OPTIMIZER)}
+    assert not [name for name in news if not name.endswith(("clip_norm", "beta2"))], news
+    assert len(kept[0].steps) == 24
+    assert "gradients_unseen" not in kept[0].facts
 
 
 @pytest.mark.parametrize("steps", ["global_step", "logger"])
