@@ -28,8 +28,9 @@ NO_STEP_ENDED = (
     "each optimizer step, or give attach(optimizer=...) the torch optimizer inside your trainer's"
 )
 NEVER_RAN = (
-    f"after {STUCK_AFTER_PASSES} optimizer steps the model that was attached to has never run with gradients, so nothing is "
-    "recorded: attach to what is trained, after what copies it (an engine, model_init, deepcopy)"
+    f"after {STUCK_AFTER_PASSES} optimizer steps nothing that is watched of the model has run with gradients, so nothing is "
+    "recorded: attach to what is trained, after what copies it (an engine, model_init, deepcopy); a weight that its module "
+    "masks or normalises before it multiplies with it is not seen"
 )
 STUCK_FACT = "no_step_ended"
 MAX_WRAPPERS = 8
