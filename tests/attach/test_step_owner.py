@@ -247,7 +247,7 @@ def test_an_optimizer_of_another_model_says_nothing_of_one_that_is_paused_or_has
             first.step()
         forward_backward(other)
         second.step()
-    assert "never run" not in capsys.readouterr().err
+    assert "attach to what is trained" not in capsys.readouterr().err
 
 
 def test_micro_batches_of_a_step_are_no_missing_end(attach, mlp, capsys):
