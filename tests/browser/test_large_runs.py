@@ -94,7 +94,9 @@ def test_what_a_browser_is_sent_is_bounded_and_the_page_answers(
         drawn(page)
         assert page.evaluate("document.getElementById('training').data[0].x.length") == 100
         page.locator("#worst a.rowlink").first.click()
+        page.wait_for_url("**/sites/**")
         drawn(page)
+        page.wait_for_load_state("load")  # keys are heard from then on
         page.keyboard.press("u")
         expect(page).to_have_url(f"{url}/runs/long")
         drawn(page)
