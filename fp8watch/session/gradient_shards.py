@@ -88,6 +88,7 @@ def _is_known(parameter: Any) -> bool:
         and shards[0].dim == 0
         and parameter.shape[0] > 0
         and parameter.device_mesh.size() == torch.distributed.get_world_size()
+        and parameter.device_mesh.size() > 1  # alone, nobody holds it against anything
     )
 
 

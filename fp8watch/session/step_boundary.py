@@ -47,7 +47,7 @@ class StepListener(Protocol):
         """An optimizer is about to step."""
 
     def _ran(self) -> bool:
-        """Whether a backward of the model has begun since the last step ended."""
+        """Whether something of the model has run since the last step ended, so that there is one to end."""
 
     def _on_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer has stepped."""
@@ -105,9 +105,9 @@ def _before_optimizer(
         _look(optimizer)
         return None
     heard = _then_look(closure, optimizer)
-    return (args[0], heard, *args[2:]) if len(args) > 1 else args, kwargs | (
-        {} if len(args) > 1 else {"closure": heard}
-    )
+    if len(args) > 1:
+        return (args[0], heard, *args[2:]), kwargs
+    return args, {**kwargs, "closure": heard}
 
 
 def _look(optimizer: torch.optim.Optimizer) -> None:

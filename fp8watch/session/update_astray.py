@@ -52,7 +52,5 @@ def astray(places: list[int], moved: Tensor, against: Tensor) -> tuple[Tensor, T
     ordered = share.nan_to_num(1.0).sort(descending=True).values  # one of which nothing is known speaks for none
     others = ordered[1:].median() if len(places) > 2 else ordered[1]
     most = share.nan_to_num(0.0).max()
-    first = share.nan_to_num(0.0).argmax()
-    return torch.where((most > ASTRAY_SHARE) & (others < OTHERS_ASTRAY), most, 0.0), at.index_select(0, first.view(1))[
-        0
-    ]
+    first = at.index_select(0, share.nan_to_num(0.0).argmax().view(1))[0]
+    return torch.where((most > ASTRAY_SHARE) & (others < OTHERS_ASTRAY), most, 0.0), first

@@ -59,6 +59,7 @@ UPDATE_BUGS = [
     Bug("micro-batches of a gradient that is sharded add up", "gradient_shards:ShardLook._see", "self._given += now", "self._given = now.clone()", f"{_P}test_what_is_scattered_adds_up"),
     Bug("a step that is left out before gradients are sharded", "gradient_shards:ShardLook._see", " or self._shards.is_cleared", "", f"{_P}test_what_is_scattered_adds_up"),
     Bug("gradients that are kept in parts add up over micro-batches", "gradient_shards:Shards.is_cleared", "all(", "any(", f"{_P}test_what_is_scattered_adds_up"),
+    Bug("one process alone", "gradient_shards:_is_known", "device_mesh.size() > 1", "device_mesh.size() > 0", f"{_P}test_one_process_alone_says_nothing_that_nobody_could_judge"),
     Bug("all look at the same rows", "gradient_shards:Shards.rows_of", "first = shard *", "first = 0 *", f"{_P}test_what_is_scattered_adds_up"),
     Bug("parts have their turns", "gradient_shards:ShardLook.__init__", "turn % shards.num", "0", f"{_P}test_what_is_scattered_adds_up"),
     Bug("copies of a part", "gradient_shards:Shards.__init__", "mesh.get_local_rank(axis)", "mesh.get_rank()", f"{_P}test_copies_of_a_part_are_all_held_against_the_sum"),

@@ -111,6 +111,10 @@ def test_copies_of_a_part_are_all_held_against_the_sum(tmp_path: Any) -> None:
     assert [verdict for *_, verdict in found if verdict is not None] == []
 
 
+def test_one_process_alone_says_nothing_that_nobody_could_judge(tmp_path: Any) -> None:
+    assert told_of(tmp_path, "plain", world=1) == []
+
+
 @pytest.mark.parametrize("way", ["missing", "twice", "alone", "apart"])
 def test_a_reduction_that_breaks_is_told_with_its_process(tmp_path: Any, way: str) -> None:
     found = told_of(tmp_path, way, world=3)
