@@ -202,9 +202,30 @@ TOLD_BY_CAUSE = [
     Bug(
         "a small batch warns nobody",
         "families.loss_jump:_finding",
-        "(brief or jump.small is not None)",
-        "brief",
+        "(brief or jump.small is not None or",
+        "(brief or",
         f"{APART}::test_a_loss_that_jumps_in_a_small_batch_is_information",
+    ),
+    Bug(
+        "a jump on a batch that was there before is no odd batch",
+        "families.loss_jump:LossJumps._seen_before",
+        "if known == value),",
+        "if known != known),",
+        f"{APART}::test_a_loss_that_jumps_on_a_batch_that_was_there_before_is_not_of_the_inputs",
+    ),
+    Bug(
+        "parameters that begin to train are no odd batch",
+        "families.loss_jump:LossJumps._notice_unfrozen",
+        "if ctx.warm and",
+        "if False and",
+        f"{APART}::test_a_loss_that_jumps_where_parameters_begin_to_train_says_so",
+    ),
+    Bug(
+        "a few first gradients are an expert's first tokens",
+        "families.loss_jump:LossJumps._notice_unfrozen",
+        "UNFROZEN_SHARE * len",
+        "0.0 * len",
+        f"{APART}::test_a_loss_that_jumps_where_parameters_begin_to_train_says_so",
     ),
     Bug(
         "a part of a weight that becomes 0 is told",

@@ -65,8 +65,48 @@ def test_a_small_data_set_that_goes_round_and_one_that_is_drawn_from_are_silent(
     assert incidents(t) == []
     t.logs[HASH] = made().logs[HASH][np.random.default_rng(0).integers(0, 60, STEPS)]
     assert incidents(t) == []
+    t = made()
+    t.logs[HASH][AT:] = t.logs[HASH][AT - 60 + np.random.default_rng(0).permutation(60)[: STEPS - AT]]
+    assert incidents(t) == [], "replayed out of order, as from a buffer"
     t.logs[HASH][:] = 7.0
     assert incidents(t) == [], "one batch from the first step on is meant"
+
+
+def test_inner_epochs_over_each_batch_are_meant_and_a_longer_repetition_is_told() -> None:
+    """PPO and GRPO go over each batch several times."""
+    t = made()
+    t.logs[HASH] = np.repeat(made().logs[HASH], 4)[:STEPS]
+    t.logs[HASH][:60] = np.repeat(made(4).logs[HASH], 2)[:60]
+    t.logs[HASH][:16] = np.repeat(made(5).logs[HASH], 4)[:16]
+    assert incidents(t) == []
+    t.logs[HASH][AT:] = t.logs[HASH][AT]
+    incident, title, _ = the_one(t)
+    assert (incident.severity, incident.first.onset) == ("warning", AT + 1)
+    assert incident.first.step == AT + 7, "twice as long as those before"
+    assert title.startswith("The same batch again and again")
+
+
+def test_a_loader_that_hangs_twice_is_told_twice() -> None:
+    t = made()
+    for at in (AT, AT + 20):
+        t.logs[HASH][at : at + 4] = t.logs[HASH][at - 1]
+    assert [i.first.onset for i in incidents(t)] == [AT, AT + 20]
+
+
+def test_classes_of_small_batches_scatter_in_silence() -> None:
+    """32 labels of ten classes: Σ p² is skewed, and a median of deviations makes it look narrow."""
+    for seed in (95, 205, 268, 309):
+        t = made(seed)
+        classes = np.random.default_rng(seed).multinomial(32, np.full(10, 0.1), STEPS) / 32
+        t.logs[TARGETS] = (classes**2).sum(axis=1)
+        assert incidents(t) == [], seed
+
+
+def test_what_a_batch_is_made_of_counts_once_where_it_is_used_several_times() -> None:
+    t = made()
+    t.logs[HASH] = np.repeat(made().logs[HASH], 4)[:STEPS]
+    t.logs[CONCENTRATION][AT : AT + 4] = 0.09  # one batch, and the same four times
+    assert incidents(t) == []
 
 
 @pytest.mark.parametrize("share", [0.15, 0.6])

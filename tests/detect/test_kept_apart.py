@@ -11,6 +11,7 @@ from detect.play import play
 from detect.scenarios import Case, quantiser_fault
 from detect.trace import Trace, healthy
 
+from fp8watch_agent.batch_names import HASH
 from fp8watch_server.detect.finding import Finding
 from fp8watch_server.detect.modes.bad_batch.words import words as batch_words
 from fp8watch_server.detect.modes.recipe_mismatch.detector import mismatch
@@ -145,3 +146,43 @@ def test_a_loss_that_stays_up_behind_a_small_batch_is_no_small_batch() -> None:
     shrunk(t, AT, 0.0625)
     [incident] = told(t)
     assert "small batch" not in explain(incident.named, t.facts).title
+
+
+# ---- a batch that was there before, and parameters that begin to train
+
+
+@pytest.mark.parametrize(("num", "severity"), [(1, "info"), (3, "warning")])
+def test_a_loss_that_jumps_on_a_batch_that_was_there_before_is_not_of_the_inputs(num: int, severity: str) -> None:
+    """As in full-batch training of graphs, with dropout."""
+    t = healthy(3, STEPS)
+    t.logs[HASH] = np.full(STEPS, 7.0)
+    jumps(t, AT, num)
+    [incident] = told(t)
+    assert (incident.mode, incident.severity) == ("bad-batch", severity)
+    words = explain(incident.named, t.facts)
+    assert words.title.endswith(f"and back, on the batch of step {AT - 1}")
+    assert "one batch was unlike" not in words.cause
+
+
+def test_a_loss_that_jumps_and_stays_on_a_batch_that_was_there_before_is_no_other_data() -> None:
+    t = healthy(3, STEPS)
+    t.logs[HASH] = np.full(STEPS, 7.0)
+    jumps(t, AT, STEPS)
+    [incident] = told(t)
+    words = explain(incident.named, t.facts)
+    assert "The data changed" not in words.title
+    assert "it is not the inputs" in words.cause
+
+
+@pytest.mark.parametrize("share", [0.1, 0.6, 1.0])
+def test_a_loss_that_jumps_where_parameters_begin_to_train_says_so(share: float) -> None:
+    t = healthy(3, STEPS)
+    frozen = np.flatnonzero(t.mask(operand="grad_output"))
+    frozen = frozen[: round(share * len(frozen))]
+    t.columns["measured"][: AT - 1, frozen] = 0
+    jumps(t, AT, 3)
+    [incident] = told(t)
+    assert (incident.mode, incident.severity) == ("bad-batch", "info" if share > 0.5 else "warning")
+    words = explain(incident.named, t.facts)
+    assert (f"parameters that began to train at step {AT - 1}" in words.title) == (share > 0.5)
+    assert ("one batch was unlike" in words.cause) == (share < 0.5)

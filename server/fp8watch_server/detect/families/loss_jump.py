@@ -6,8 +6,8 @@ Thread:     detect worker
 Told when it is over: until then a bad batch and the beginning of a divergence look alike. The jump is measured against
 a median that the jump does not move, and the gradient norm must jump as well. What the data did is said of inputs that
 were measured, each with its step; an input that leaped is another cause, which `outlier` tells. Where most inputs moved,
-weights did it or what enters the model did: it is told where the input of the first GEMM moved as well. A learning rate that
-leaped, or was climbing out of its range, at or right before the jump is the cause, and then it is mode 13, optimizer-divergence.
+weights did it or what enters the model did: it is told where the input of the first GEMM moved as well. Where the batch was there
+before, bit for bit, it is not the batch; where modules have just begun to train, it is that. A learning rate that leaped, or was climbing out of its range, at or right before the jump is the cause, and then it is mode 13, optimizer-divergence.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from fp8watch_agent.batch_names import HASH
+from fp8watch_agent.record import Measured
 from fp8watch_server.detect.baseline import MAD_TO_SIGMA
 from fp8watch_server.detect.context import Context
-from fp8watch_server.detect.cross_rank_step import CrossRankStep
+from fp8watch_server.detect.cross_rank_step import CrossRankStep, measured
 from fp8watch_server.detect.detector import Detector
 from fp8watch_server.detect.finding import LOSS_FLOW, Evidence, Finding, Severity, Verdict
 from fp8watch_server.detect.limits import Limits
@@ -40,6 +42,10 @@ BRIEF_RATIO = 2.0
 """A jump to less than this times the usual loss that is over after so many steps is a notice: data have odd batches."""
 SMALL_SHARE = 0.5
 """Of the usual rows: with so many or fewer a batch is a small one, and its loss scatters by that much more."""
+KEPT = 64
+"""Batches that are looked back."""
+UNFROZEN_SHARE = 0.25
+"""Of all sites of gradients, that have their first one: parameters began to train. An expert's first tokens are fewer."""
 SIZES = 16
 """Observed steps whose batch sizes say what is usual."""
 LR_STEPS = 2
@@ -75,6 +81,10 @@ class _Jump:
     lr: tuple[int, float, float] | None  # step, usual, LR of the leap that came right before
     inputs: _Inputs | None
     small: tuple[float, float] | None = None  # rows of its batch and the usual ones, where they are few
+    seen_before: int | None = None  # step that had its batch, bit for bit
+    unfrozen: tuple[int, int, int] | None = (
+        None  # step in which sites had their first gradient, how many, and of how many
+    )
 
 
 class LossJumps(Detector):
@@ -87,6 +97,11 @@ class LossJumps(Detector):
     """The loss is still up after a jump that others tell: it does not begin again."""
     _sizes: tuple[float, ...] = ()
     """Rows a call into the first GEMM, of the last steps."""
+    _batches: tuple[tuple[int, float], ...] = ()
+    """Step and hash of the last batches of the first rank that says it."""
+    _with_gradient: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
+    """Sites that had a gradient."""
+    _unfrozen: tuple[int, int, int] | None = None
 
     def __init__(self, num_sites: int = 0) -> None:
         self._jump: _Jump | None = None
@@ -99,7 +114,7 @@ class LossJumps(Detector):
 
     def resume(self) -> None:
         """A jump of the attempt before is over."""
-        self._jump, self._left = None, False
+        self._jump, self._left, self._batches = None, False, ()
 
     @property
     def holds_loss(self) -> bool:
@@ -113,11 +128,14 @@ class LossJumps(Detector):
             return self.cut_off(ctx.now, ctx.limit)
         if loss is None:
             return []
-        small = self._small(ctx)
+        small, seen_before = self._small(ctx), self._seen_before(ctx)
+        self._notice_unfrozen(ctx)
         if self._jump is None:
             self._jump = self._begins(ctx, loss, grad_norm)
             if self._jump is not None:
-                self._jump.small = small
+                self._jump.small, self._jump.seen_before = small, seen_before
+                if self._unfrozen is not None and ctx.now.step - self._unfrozen[0] <= LR_BEFORE:
+                    self._jump.unfrozen = self._unfrozen
             return []
         jump = self._jump
         jump.num += 1
@@ -150,6 +168,26 @@ class LossJumps(Detector):
         usual = float(np.median(self._sizes)) if len(self._sizes) == SIZES else math.nan
         self._sizes = (*self._sizes, size)[-SIZES:]
         return (round(size), round(usual)) if size <= SMALL_SHARE * usual else None
+
+    def _seen_before(self, ctx: Context) -> int | None:
+        """The step before that had this step's batch, bit for bit."""
+        value = next((float(v) for view in ctx.now.views if (v := view.logs().get(HASH)) is not None), math.nan)
+        if not math.isfinite(value):
+            return None
+        before = next((step for step, known in reversed(self._batches) if known == value), None)
+        self._batches = (*self._batches, (ctx.now.step, value))[-KEPT:]
+        return before
+
+    def _notice_unfrozen(self, ctx: Context) -> None:
+        """Sites that have their first gradient in the middle of training, behind others or behind a head that is not watched."""
+        now = ctx.now.table.ids[ctx.gradients() & measured(ctx.now, Measured.COUNTS)]
+        new = np.setdiff1d(now, self._with_gradient)
+        if not len(new):
+            return
+        known = len(self._with_gradient)
+        self._with_gradient = np.union1d(self._with_gradient, new)
+        if ctx.warm and len(new) > UNFROZEN_SHARE * len(self._with_gradient):
+            self._unfrozen = (ctx.now.step, len(new), known + len(new))
 
     def cut_off(self, now: CrossRankStep, limit: Limits) -> list[Finding]:
         """Values broke while a jump was open: it began before them, and is told as far as it was seen."""
@@ -243,6 +281,11 @@ def _finding(now: CrossRankStep, jump: _Jump, *, back: bool, cut: bool = False) 
         evidence.append(Evidence("recovered_after", after, "5 or less", "steps", jump.step))
     else:
         evidence.append(Evidence("steps_above", after, 0, "steps", jump.step))
+    if jump.unfrozen is not None:
+        at, num, of = jump.unfrozen
+        evidence.append(Evidence("first_gradients", num, of - num, "sites", at))
+    elif jump.seen_before is not None:
+        evidence.append(Evidence("batch_of_step", jump.seen_before, None, "step", jump.step))
     if jump.small is not None:
         evidence.append(Evidence("batch_rows", jump.small[0], jump.small[1], "rows", jump.step))
     if inputs is not None and back and inputs.step != jump.step:
@@ -258,6 +301,7 @@ def _finding(now: CrossRankStep, jump: _Jump, *, back: bool, cut: bool = False) 
         "jump_batch_id": jump.batch_id,
         "shift": not back and not cut,
         "cut": now.step if cut else None,
+        "jump_of": "unfrozen" if jump.unfrozen is not None else "same batch" if jump.seen_before is not None else None,
         "inputs": None
         if inputs is None
         else {"ordinary": inputs.ordinary, "octaves": inputs.octaves, "site": inputs.site, "entered": inputs.entered},
@@ -270,8 +314,9 @@ def _finding(now: CrossRankStep, jump: _Jump, *, back: bool, cut: bool = False) 
         return [_of_run(now, "optimizer-divergence", "warning" if back else "critical", evidence, verdict, about)]
     known = inputs is not None and (inputs.ordinary or inputs.entered)
     verdict = "shared" if healthy and known and not cut else "unknown"
-    brief = after <= BRIEF_STEPS and jump.loss < BRIEF_RATIO * jump.usual
-    notice = about["shift"] or (back and (brief or jump.small is not None))
+    known_batch = jump.seen_before is not None
+    brief = after <= BRIEF_STEPS and (known_batch or jump.loss < BRIEF_RATIO * jump.usual)
+    notice = about["shift"] or (back and (brief or jump.small is not None or jump.unfrozen is not None))
     return [_of_run(now, "bad-batch", "info" if notice else "warning", evidence, verdict, about)]
 
 

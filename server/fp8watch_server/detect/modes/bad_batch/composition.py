@@ -6,7 +6,7 @@ Thread:     detect worker
 A mask that no longer reaches the model, padding that is scored, a source whose tokens are noise: what the model is given
 stands on another level, while the loss may not show it. Levels are compared as those of the loss (`level`), both ways.
 Information, because a mixture is often changed on purpose; a level that batches come back to again and again, as where samplers sort
-them by length within every fifty, is told twice and then is theirs.
+them by length within every fifty, is told twice and then is theirs. A batch that is used several times in a row counts once.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import math
 
 import numpy as np
 
-from fp8watch_agent.batch_names import CONCENTRATION, MASK, SCORED, SHIFTS, TARGETS
+from fp8watch_agent.batch_names import CONCENTRATION, HASH, MASK, SCORED, SHIFTS, TARGETS
 from fp8watch_server.detect.context import Context
 from fp8watch_server.detect.detector import Detector
 from fp8watch_server.detect.finding import LOSS_FLOW, Evidence, Finding
@@ -27,6 +27,9 @@ MOST = sum(WINDOWS[-1][:2])
 LEAST = 0.03
 """Share of the usual value under which a change is none."""
 ONE_SIDE = 0.85
+FEW, BEYOND = 8, 0.9
+"""So many last values or fewer must lie beyond this share of those before: a spread of 24 values is known to a third alone, and of
+small batches these shares are skewed."""
 LEAST_SHOWN = 0.05
 """Of all labels: fewer that stand where they are asked for, or more, are another text."""
 TOLD_ENOUGH, NEAR = 2, 0.5
@@ -43,6 +46,7 @@ class Composition(Detector):
     def __init__(self, num_sites: int = 0) -> None:
         self._values: dict[str, list[float]] = {}
         self._steps: dict[str, list[int]] = {}
+        self._batch: float | None = None  # hash of the last
         self._told: dict[str, list[tuple[float, float]]] = {}  # levels, and how far they were from what was usual
 
     def grow(self, num_sites: int) -> None:
@@ -56,6 +60,10 @@ class Composition(Detector):
 
     def observe(self, ctx: Context) -> list[Finding]:
         """Judge one step."""
+        same = self._batch is not None and ctx.now.logs.get(HASH) == self._batch
+        self._batch = ctx.now.logs.get(HASH)
+        if same:
+            return []
         for name in NAMES:
             value = ctx.now.logs.get(name)
             if value is None or not math.isfinite(value):
@@ -89,7 +97,8 @@ def _moved(values: list[float], steps: list[int], least: float = 0.0) -> tuple[f
         if abs(change) <= max(sigma * spread, LEAST * abs(usual), least):
             continue
         side = float(np.sign(change))
-        if np.count_nonzero((some[-num_last:] - usual) * side > 0) < ONE_SIDE * num_last:
+        edge = float(np.quantile(side * some[:-num_last], BEYOND)) if num_last <= FEW else side * usual
+        if np.count_nonzero(side * some[-num_last:] > edge) < ONE_SIDE * num_last:
             continue
         return usual, level, onset(side * some, steps, side * (usual + change / 2)), num_last
     return None

@@ -6,7 +6,9 @@ Thread:     detect worker
 A loader that gives one batch again and again, or a few in turn, shows in nothing but a loss that falls too well. Here the
 inputs of several steps in a row are bit for bit those of as many steps before. Told only of a run that has seen many more
 batches than it is apart from its repetition: a small data set that goes round in order repeats all that it ever gave. One
-batch that stays is a warning; several in turn may be a small set that is trained on from here on purpose: info.
+batch that stays is a warning; several in turn may be a small set that is trained on from here on purpose: info. Where each
+batch is used several times on purpose (the inner epochs of PPO and GRPO), only a repetition twice as long as those before
+is news.
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ class RepeatedBatches(Detector):
         self._lag: dict[int, int] = {}  # rank -> steps to the batch that came again
         self._run: dict[int, int] = {}  # rank -> steps in a row with this lag
         self._since: dict[int, int] = {}
+        self._usual: dict[int, int] = {}  # rank -> the longest run that ended and was not told
         self._told = -1
 
     def grow(self, num_sites: int) -> None:
@@ -49,7 +52,7 @@ class RepeatedBatches(Detector):
 
     def resume(self) -> None:
         """A new session may go over steps again, with their data."""
-        for part in (self._kept, self._fresh, self._lag, self._run, self._since):
+        for part in (self._kept, self._fresh, self._lag, self._run, self._since, self._usual):
             part.clear()
         self._told = -1
 
@@ -71,15 +74,25 @@ class RepeatedBatches(Detector):
         kept, fresh = self._kept.setdefault(rank, []), self._fresh.get(rank, 0)
         lag = next((k for k in range(1, len(kept) + 1) if kept[-k] == value), 0)
         self._kept[rank] = [*kept, value][-KEPT:]
+        if lag != self._lag.get(rank, 0):
+            self._ended(ctx, rank, fresh)
         if not lag:
-            self._fresh[rank] = fresh + 1
-            self._run[rank] = self._lag[rank] = 0
+            self._fresh[rank], self._lag[rank] = fresh + 1, 0
             return False
         if not self._run.get(rank):
             self._since[rank] = ctx.now.step
-        self._run[rank] = self._run.get(rank, 0) + 1 if lag == self._lag.get(rank) else 1
-        self._lag[rank] = lag
-        return fresh >= max(MIN_FRESH, 2 * lag) and self._run[rank] >= ctx.limit.repeated_steps
+        self._run[rank], self._lag[rank] = self._run.get(rank, 0) + 1, lag
+        return self._is_news(ctx, rank, fresh)
+
+    def _is_news(self, ctx: Context, rank: int, fresh: int) -> bool:
+        run, usual = self._run.get(rank, 0), self._usual.get(rank, 0)
+        return fresh >= max(MIN_FRESH, 2 * self._lag[rank]) and run >= max(ctx.limit.repeated_steps, 2 * usual + 1)
+
+    def _ended(self, ctx: Context, rank: int, fresh: int) -> None:
+        """A run of repetitions is over: what was not told is how this training goes."""
+        if self._run.get(rank, 0) and not self._is_news(ctx, rank, fresh):
+            self._usual[rank] = max(self._usual.get(rank, 0), self._run[rank])
+        self._run[rank] = 0
 
     def _finding(self, ctx: Context, ranks: list[int]) -> Finding:
         rank = ranks[0]

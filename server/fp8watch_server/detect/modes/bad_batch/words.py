@@ -41,6 +41,12 @@ def _fell(f: Finding) -> bool:
     return isinstance(loss, int | float) and isinstance(usual, int | float) and loss < usual
 
 
+def _first_gradients(f: Finding) -> tuple[int | None, object] | None:
+    """Step and number of the sites that had their first gradient right before."""
+    e = next((e for e in f.evidence if e.field == "first_gradients"), None)
+    return None if e is None else (e.since_step, e.value)
+
+
 def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
     """Title and cause."""
     if f.extra.get("kind"):
@@ -70,7 +76,21 @@ def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
             f"{'Easier data, a batch that is repeated, labels that stand in the inputs' if _fell(f) else 'Another mixture or source of data, labels that changed'}, "
             "or a setting of the loss.",
         )
+    if (first := _first_gradients(f)) is not None:
+        began, num = first
+        took = evidence(f, "recovered_after")
+        return (
+            f"Loss jumped at step {at}, behind parameters that began to train at step {began}: {usual} → {loss}",
+            f"{norm} jumped at step {at} and {'stays' if took is None else f'came back within {took} steps'}. {num} sites had their first gradient at "
+            f"step {began}: parameters were unfrozen, and an optimizer without moments moves each of them by its whole learning rate. {inputs}.",
+        )
     if f.extra.get("shift"):
+        if (seen := evidence(f, "batch_of_step")) is not None:
+            return (
+                f"The loss jumped at step {at} and stays: {usual} → {loss}",
+                f"The loss jumped from {usual} to {loss} at step {at} and stays. What entered the model at that step is bit for bit the batch of step {seen}: "
+                f"it is not the inputs, but labels, the weights, or a setting of the loss. {inputs}.",
+            )
         if entered:
             return (
                 f"What enters the model is larger since step {at}: loss {usual} → {loss}",
@@ -89,6 +109,13 @@ def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
         )
     took = evidence(f, "recovered_after")
     back = f"came back within {took} steps" if took is not None else "came back"
+    seen = evidence(f, "batch_of_step")
+    if seen is not None:
+        return (
+            f"Loss jumped at step {at}: {usual} → {loss}, and back, on the batch of step {seen}",
+            f"{norm} jumped at step {at} and {back}. What entered the model is bit for bit the batch of step {seen}: it is not the inputs. What is drawn anew in each "
+            f"step (dropout, noise, masks) scatters a small loss by that much; without it, the weights of that step did it. {inputs}.",
+        )
     unlike = ": one batch was unlike the others" if known or entered else ""
     rows = next((e for e in f.evidence if e.field == "batch_rows"), None)
     if rows is not None:
@@ -119,6 +146,20 @@ def fixes(p: Place) -> list[Fix]:
         return [
             p.batch,
             Fix("data", "Compare units, dtype and normalisation of what the loader gives before and after that step."),
+        ]
+    if p.extra.get("jump_of") == "unfrozen":
+        return [
+            Fix(
+                "flag", "Warm the learning rate up from 0 where parameters begin to train, or give them a smaller one."
+            ),
+            Fix("code", "Clip the gradient norm at 1.0 over that step."),
+        ]
+    if p.extra.get("jump_of") == "same batch" and not p.extra.get("shift"):
+        return [
+            Fix(
+                "code",
+                "Run that step again from the checkpoint before, with the same seed: what differs twice is no chance.",
+            ),
         ]
     if not about or not about.get("ordinary"):
         return [
