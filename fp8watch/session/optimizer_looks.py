@@ -61,14 +61,14 @@ class OptimizerLooks(StandingState):
             if news := look(optimizer):
                 found.update(news)
 
-    def after(self, optimizer: Optimizer, *, looks: bool = True) -> None:
-        """The optimizer has stepped: keep what it leaves, where the next step `looks` at it."""
+    def after(self, optimizer: Optimizer, *, looks: bool = True, parts: Sequence[Optimizer] = ()) -> None:
+        """The optimizer has stepped: keep what it leaves, or what its `parts` do, where the next step `looks` at it."""
         plan = self._plan
         if plan is None:
             return
         began = None if plan.stopwatch is None else plan.stopwatch.mark()
-        super().after(optimizer, looks=looks)
-        plan.guard.run("updates", self._follow, optimizer, looks)
+        super().after(optimizer, looks=looks, parts=parts)
+        plan.guard.run("updates", self._follow, optimizer, looks and not parts)
         if plan.stopwatch is not None:
             plan.stopwatch.add(FIXED, began, plan.stopwatch.mark())
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -101,9 +101,12 @@ class StandingState:
         kept = self._kept.get(id(optimizer))
         return {} if kept is None else self._changes(optimizer, kept)
 
-    def after(self, optimizer: Optimizer, *, looks: bool = True) -> None:
-        """The optimizer has stepped: keep what it leaves, where the next step `looks` at it."""
-        if looks and self._plan is not None:
+    def after(self, optimizer: Optimizer, *, looks: bool = True, parts: Sequence[Optimizer] = ()) -> None:
+        """The optimizer has stepped: keep what it leaves, where the next step `looks` at it. Where `parts` of it stepped in its
+        step they are looked at in its stead, as moments are theirs."""
+        for part in parts:  # it may have moved weights behind them
+            self._settle(part)
+        if looks and not parts and self._plan is not None:
             self._keep(optimizer)
         elif self._kept.get(id(optimizer)) is not None:
             del self._kept[id(optimizer)]
@@ -125,6 +128,11 @@ class StandingState:
         if (kept := self._kept.get(id(optimizer))) is not None:
             kept.release()
 
+    def _settle(self, optimizer: Optimizer) -> None:
+        kept = self._kept.get(id(optimizer))
+        if kept is not None and kept.is_current(optimizer):
+            kept.values = kept.elements.read(spare=kept.values)
+
     def _keep(self, optimizer: Optimizer) -> None:
         kept = self._kept.get(id(optimizer))
         if kept is not None and kept.left > 0 and kept.is_current(optimizer):
@@ -142,7 +150,8 @@ class StandingState:
             return
         made.num_remade = remade
         self._kept.put(optimizer, made)
-        if optimizer not in self._hooks:
+        # a wrapper that is an optimizer by name alone may have no hooks
+        if optimizer not in self._hooks and hasattr(optimizer, "_optimizer_load_state_dict_pre_hooks"):
             released = partial(_release, weakref.WeakMethod(self._release))
             self._hooks[optimizer] = optimizer.register_load_state_dict_pre_hook(released)
 

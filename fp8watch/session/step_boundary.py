@@ -3,8 +3,8 @@
 Thread:     training
 
 torch calls a global hook after the step of each of its optimizers. It fires for optimizers that hold nothing of
-ours, twice for wrappers and once a parameter for optimizers in backward, so a step only ends when the optimizer
-owns the step (see step_owner) and a watched module ran a backward since the last end.
+ours, for those inside others as well (see nested_steps) and once a parameter for optimizers in backward, so a step only
+ends when the outermost optimizer owns the step (see step_optimizer) and a watched module ran a backward since the last end.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from fp8watch.observer.step_sample import NOTHING
 from fp8watch.session.checkpoint_hooks import wrap_saving
 from fp8watch.session.gradient_norm import wrap_clipping
 from fp8watch.session.loss_targets import wrap_cross_entropy
+from fp8watch.session.nested_steps import ALONE, NestedSteps, Nesting
 from fp8watch_agent.guard import Guard
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ class StepListener(Protocol):
     def _ran(self) -> bool:
         """Whether something of the model has run since the last step ended, so that there is one to end."""
 
-    def _on_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+    def _on_optimizer(self, optimizer: torch.optim.Optimizer, nesting: Nesting = ALONE) -> None:
         """An optimizer has stepped."""
 
     def _on_scaler_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -77,6 +78,7 @@ class StepListener(Protocol):
 _watches: weakref.WeakValueDictionary[int, StepListener] = weakref.WeakValueDictionary()  # by id
 _undo: list[Callable[[], None]] = []
 _lock = threading.Lock()
+_nested = NestedSteps()
 
 
 def _all_watches() -> list[StepListener]:
@@ -90,13 +92,16 @@ def _each(action: Callable[[StepListener], Any]) -> None:
 
 
 def _after_optimizer(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    _each(lambda w: None if is_capturing() else w._on_optimizer(optimizer))
+    if (nesting := _nested.ends(optimizer)) is not None:
+        _each(lambda w: None if is_capturing() else w._on_optimizer(optimizer, nesting))
 
 
 def _before_optimizer(
     optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Where `step` is given a closure, the backward is in there: what it steps with is known behind that."""
+    if not _nested.begins(optimizer):
+        return None
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     waits: list[bool] = []
     if callable(closure):

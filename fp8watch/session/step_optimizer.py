@@ -19,6 +19,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from fp8watch.layers.fp8_linear import SITE_KEY
 from fp8watch.observer.step_state import STUCK_AFTER_PASSES
+from fp8watch.session.nested_steps import Nesting
 
 Optimizer = torch.optim.Optimizer
 
@@ -117,6 +118,7 @@ class StepOwner:
         self._asked: weakref.WeakKeyDictionary[Optimizer, int] = (
             weakref.WeakKeyDictionary()
         )  # of those that hold nothing
+        self._parts: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # that step inside others: none is waited for
         self._adopted: Optimizer | None = None
         self._by_hand = False  # the user ends steps: nothing is adopted
         self._late = 0
@@ -191,16 +193,31 @@ class StepOwner:
         self._num_idle = 0 if ran else self._num_idle + 1
         if not self.owns(optimizer) and not (ran and self._adopts(optimizer, num_passes)):
             return False
+        self._parts.discard(optimizer)
         again = optimizer in self._stepped
         self._stepped.add(optimizer)
         if not ran:
             return False
         if again:  # the others sit this one out
             self._known = weakref.WeakSet([optimizer])
-        if len(self._known) == 1 or all(o in self._stepped for o in self._known):  # one is this one
+        if len(self._known) == 1 or all(o in self._stepped or o in self._parts for o in self._known):  # one is this one
             self._stepped.clear()
             return True
         return False
+
+    def is_part(self, optimizer: Optimizer, nesting: Nesting) -> bool:
+        """Whether it stepped parameters of another that owns the step, within its step: that one ends it."""
+        around = [o for o in nesting.around if self.owns(o)]
+        if not around or not (optimizer in self._parts or any(_share(optimizer, o) for o in around)):
+            return False
+        self._parts.add(optimizer)
+        if not self._by_name:
+            self._known.add(optimizer)
+        return True
+
+    def parts(self, nesting: Nesting) -> list[Optimizer]:
+        """Those of it that stepped within its step."""
+        return [o for o in nesting.inside if o in self._parts]
 
     def is_idle(self) -> bool:
         """Whether an optimizer has stepped that often, and nothing of the model ran; true once."""
@@ -254,11 +271,18 @@ class StepOwner:
         return late
 
 
-def optimizer_scalars(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Learning rate of the first group, and whether a fused optimizer was told to skip by a GradScaler; as tensors where
-    they are on a device, because reading them would wait for it."""
-    lr = optimizer.param_groups[0].get("lr") if optimizer.param_groups else None
-    return {"lr": _here(lr), FOUND_INF: _here(getattr(optimizer, "found_inf", None))}
+def _share(a: Optimizer, b: Optimizer) -> bool:
+    ids = {id(p) for group in a.param_groups for p in group["params"]}
+    return any(id(p) in ids for group in b.param_groups for p in group["params"])
+
+
+def optimizer_scalars(*optimizers: torch.optim.Optimizer) -> dict[str, Any]:
+    """Learning rate of the first group of the first of them that has one, and whether a fused optimizer was told to skip by a
+    GradScaler; as tensors where they are on a device, because reading them would wait for it."""
+    rates = (o.param_groups[0].get("lr") for o in optimizers if o.param_groups)
+    lr = next((rate for rate in rates if rate is not None), None)
+    found = (getattr(o, "found_inf", None) for o in optimizers)
+    return {"lr": _here(lr), FOUND_INF: _here(next((inf for inf in found if inf is not None), None))}
 
 
 def _here(value: Any) -> Any:

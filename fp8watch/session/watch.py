@@ -28,6 +28,7 @@ from fp8watch.session.checkpoint_state import load_scale_state, resume_facts, re
 from fp8watch.session.checkpoint_steps import CheckpointSteps
 from fp8watch.session.fingerprint import Fingerprint, fingerprint, moments_fingerprint
 from fp8watch.session.gradient_norm import GradientNorm
+from fp8watch.session.nested_steps import ALONE, Nesting
 from fp8watch.session.optimizer_looks import OptimizerLooks
 from fp8watch.session.overhead_budget import Overhead
 from fp8watch.session.precision_map import LATE, late_facts
@@ -174,7 +175,7 @@ class Watch:
         if not self._detached and graph_task() == -1:
             self._scalars.before(optimizer)
 
-    def _on_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+    def _on_optimizer(self, optimizer: torch.optim.Optimizer, nesting: Nesting = ALONE) -> None:
         if self._plan is None or self._detached:
             return
         if graph_task() != -1:  # inside backward, one parameter after the other
@@ -182,10 +183,11 @@ class Watch:
                 self._scalars.of_optimizer.update(optimizer_scalars(optimizer))
                 self._plan.step.on_forward = partial(self._close, StepStatus.OK)  # or where training ends
             return
-        if self._owner.owns(optimizer):
-            self._scalars.standing.after(optimizer, looks=not (self._paused or self._plan.step.outside))
-        if self._owner.closes(optimizer, self._ran(), self._plan.step.num_passes):
-            self._scalars.of_optimizer.update(optimizer_scalars(optimizer))
+        if (is_part := self._owner.is_part(optimizer, nesting)) or self._owner.owns(optimizer):
+            looks, parts = not (self._paused or self._plan.step.outside), self._owner.parts(nesting)
+            self._scalars.standing.after(optimizer, looks=looks, parts=parts)
+        if not is_part and self._owner.closes(optimizer, self._ran(), self._plan.step.num_passes):
+            self._scalars.of_optimizer.update(optimizer_scalars(optimizer, *nesting.inside))
             self._close(StepStatus.OK, late=self._owner.take_late())
         elif self._owner.is_idle() and not self._cycle.num_closed and self._plan.step.observed:
             self._on_stuck(NEVER_RAN)
@@ -266,10 +268,9 @@ class Watch:
 
     def flush(self, timeout_s: float = 5) -> bool:
         """Wait until what was recorded has left the process; False when it had not in time."""
-        recorder = self._recorder
         if self._flush is not None:
             self.guard.run("flush", self._flush.drain, wait=True)
-        return bool(self.guard.run("flush", recorder.flush, timeout_s)) if recorder is not None else True
+        return True if self._recorder is None else bool(self.guard.run("flush", self._recorder.flush, timeout_s))
 
     def summary(self) -> dict[str, Any]:
         """Where the watch stands: run, steps, sites, and the agent's own health, counts of swallowed errors included."""
@@ -363,9 +364,8 @@ class Watch:
 
     def detach(self) -> None:
         """Put the model back as it was, send what is recorded, and stop. Safe to call twice."""
-        if self._detached:
-            return
-        self.guard.run("detach", self._detach)
+        if not self._detached:
+            self.guard.run("detach", self._detach)
 
     def _detach(self) -> None:
         assert self._plan is not None
