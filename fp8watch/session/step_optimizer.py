@@ -285,6 +285,17 @@ def optimizer_scalars(*optimizers: torch.optim.Optimizer) -> dict[str, Any]:
     return {"lr": _here(lr), FOUND_INF: _here(next((inf for inf in found if inf is not None), None))}
 
 
+def updates_made(optimizer: Optimizer) -> int | None:
+    """How many updates the optimizer has counted for its first parameter that has state; None where it counts none, or on a
+    device, where reading would wait."""
+    counted = next(
+        (kept["step"] for kept in optimizer.state.values() if isinstance(kept, dict) and "step" in kept), None
+    )
+    if isinstance(counted, torch.Tensor):
+        counted = counted.item() if counted.device.type == "cpu" and counted.numel() == 1 else None
+    return int(counted) if isinstance(counted, int | float) else None
+
+
 def _here(value: Any) -> Any:
     """A number where it can be had at once; a tensor's value of this moment where it cannot."""
     if isinstance(value, torch.Tensor):

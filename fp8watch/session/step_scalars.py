@@ -15,13 +15,15 @@ from fp8watch.observer.batch_facts import BatchFacts
 from fp8watch.observer.step_state import StepState
 from fp8watch.session.gradient_norm import GradientNorm
 from fp8watch.session.standing_state import StandingState, merge
-from fp8watch.session.step_optimizer import FOUND_INF
+from fp8watch.session.step_optimizer import FOUND_INF, updates_made
 from fp8watch_agent.guard import Guard
 from fp8watch_agent.nonfinite_names import NONFINITE_INPUT
 from fp8watch_agent.training_names import CLIP_NORM, SEES_AHEAD
 
 LOSS_MISSING_STEPS = 20
 MAX_BATCH_ID = 512
+MADE_BEFORE = 2
+"""Updates that an optimizer has behind it where steps begin at 0, from which on that is said: a trial step is one."""
 
 
 class StepScalars:
@@ -44,6 +46,7 @@ class StepScalars:
         self.of_state: dict[str, Any] = {}
         """Of what optimizers keep: what changed in it since they stepped last."""
         self._steps_without_loss = 0
+        self._has_begun = False  # an optimizer has stepped
 
     @property
     def loss_is_missing(self) -> bool:
@@ -61,8 +64,12 @@ class StepScalars:
         """Keep the scale that a GradScaler works with: a copy where it lies on a device, as the next update writes into it."""
         self.of_optimizer["loss_scale"] = float(scale) if scale.device.type == "cpu" else scale.detach().clone()
 
-    def before(self, optimizer: torch.optim.Optimizer) -> None:
+    def before(self, optimizer: torch.optim.Optimizer, step: int) -> None:
         """An optimizer is about to step: what it keeps is looked at, and gradients that nobody clips any more."""
+        if not self._has_begun:
+            self._has_begun = True
+            if not step:
+                self._guard.run("numbers", self._say_what_came_before, optimizer)
         if self.norms.to_measure:
             self._guard.run("norm", self.norms.measure, optimizer)
         if found := self.standing.before(optimizer):
@@ -81,6 +88,14 @@ class StepScalars:
             self.of_state.clear()
             self.of_optimizer.pop(FOUND_INF, None)
             self._batch_id = None
+
+    def _say_what_came_before(self, optimizer: torch.optim.Optimizer) -> None:
+        made = updates_made(optimizer)
+        if made is not None and made >= MADE_BEFORE:
+            self._say(
+                f"{type(optimizer).__name__} has made {made} updates before the first of this run, whose steps are numbered from 0: "
+                f"attach(start_step={made}) or watch.load_state_dict() keeps the numbers of training that goes on"
+            )
 
     def _collected(self, step: StepState) -> dict[str, Any]:
         values = {name: value for name, value in self.of_optimizer.items() if value is not None}

@@ -173,7 +173,7 @@ class Watch:
         if self._load.pending is not None:
             self._load.before(optimizer, self._owns)
         if not self._detached and graph_task() == -1:
-            self._scalars.before(optimizer)
+            self._scalars.before(optimizer, self._cycle.step)
 
     def _on_optimizer(self, optimizer: torch.optim.Optimizer, nesting: Nesting = ALONE) -> None:
         if self._plan is None or self._detached:

@@ -174,3 +174,22 @@ def test_detach_under_every_ending_gives_the_model_back(attach, mlp, train, endi
     assert not watch.guard.errors
     assert os.environ.get("FP8WATCH_DISABLED") is None
     assert sys.excepthook is before
+
+
+@pytest.mark.parametrize(
+    ("before", "start", "said"), [(5, None, True), (5, 5, False), (1, None, False), (0, None, False)]
+)
+def test_an_optimizer_that_goes_on_while_steps_begin_at_0_is_said_once(attach, mlp, train, capsys, before, start, said):
+    """A trainer that resumes, and nobody tells the watch."""
+    optimizer = torch.optim.AdamW(mlp.parameters(), lr=1e-3)
+    train(mlp, steps=before, optimizer=optimizer)
+    saved = optimizer.state_dict()
+    optimizer = torch.optim.AdamW(mlp.parameters(), lr=1e-3)
+    optimizer.load_state_dict(saved)
+    watch = attach(mlp) if start is None else attach(mlp, start_step=start)
+    train(mlp, steps=3, optimizer=optimizer)
+    lines = [line for line in capsys.readouterr().err.splitlines() if "updates before" in line]
+    assert len(lines) == said
+    assert not said or f"AdamW has made {before} updates before the first of this run" in lines[0]
+    assert not said or f"attach(start_step={before})" in lines[0]
+    assert watch.last_step == (start or 0) + 2
