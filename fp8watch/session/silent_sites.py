@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
 
+from torch import Tensor
+
 from fp8watch.selection.flop_coverage import percent
 from fp8watch.selection.wrappers import named_modules
 from fp8watch.session.attachment import Attachment
@@ -81,16 +83,16 @@ class Silence:
         return "; ".join([text for text, names in said if names] + ([loud] if loud else [])), changed
 
     def _evaluated(self, names: Iterable[str]) -> dict[str, str]:
-        """Of modules: those that are not in training mode and have no gradient, while others have one. What is trained in evaluation
-        mode is blind, and no copy."""
+        """Of modules: those that are not in training mode and get no gradient, while others do. What is trained in evaluation
+        mode is blind, and no copy. A frozen parameter may keep a gradient from before it was frozen."""
         modules = dict(named_modules(self._attachment.model))
-        if all(p.grad is None for p in self._attachment.model.parameters()):
+        if not any(_gets_gradient(p) for p in self._attachment.model.parameters()):
             return {}
         idle = ((name, modules[name]) for name in names if name in modules)
         return {
             name: EVALUATED
             for name, module in idle
-            if not module.training and all(p.grad is None for p in module.parameters())
+            if not module.training and not any(_gets_gradient(p) for p in module.parameters())
         }
 
     def _forward_only(self) -> dict[str, str]:
@@ -116,6 +118,10 @@ class Silence:
                 why = f"read by {reader}, whose product is not recognised" if reader else NOT_KNOWN
                 found[fqn] = why if gemms.called else NOT_SEEN
         return {name: found[name] for name in silent if name in found}
+
+
+def _gets_gradient(p: Tensor) -> bool:
+    return p.requires_grad and p.grad is not None
 
 
 def _blind(loud: str, unseen: Sequence[str], idle: Sequence[str]) -> str:

@@ -20,6 +20,8 @@ _TIMES = f"{_T}test_weights_that_move_further_than_adam_says_are_told_by_how_muc
 _G = "tests/attach/test_gradient_arrival.py::"
 _S = "tests/attach/test_gradient_sums.py::"
 _C = "tests/attach/test_closures.py::"
+_N = "tests/attach/test_nested_steps.py::"
+_ONE = f"{_N}test_an_update_of_optimizers_one_inside_the_other_is_one_step"
 _P = "tests/attach/test_gradient_shards.py::"
 _SHARED = f"{_G}test_gradients_of_several_processes_are_said_as_sketches_in_turns_that_no_clock_paces"
 _WAYS = f"{_G}test_what_trainings_do_to_gradients_says_nothing"
@@ -51,6 +53,13 @@ UPDATE_BUGS = [
     Bug("a sketch of values that were clipped", "gradient_sketch:sketches", "_products(got).where(~clipped, math.nan)", "_products(got)", f"{_S}test_values_that_are_clipped_one_by_one_say_nothing"),
     Bug("a sketch of what is not finite", "gradient_sketch:only_finite", "math.isfinite(numbers[n])", "True", f"{_S}test_sketches_are_linear_and_say_nothing_of_what_is_not_finite"),
     Bug("processes have the same signs", "gradient_sketch:_signs", "manual_seed(SEED)", "manual_seed(__import__('os').getpid())", f"{_S}test_what_is_reduced_adds_up"),
+    Bug("a part of a step ends none", "watch:Watch._on_optimizer", "if not is_part and", "if", _ONE),
+    Bug("an optimizer around others has no gradients of its own", "optimizer_looks:OptimizerLooks.after", "looks and not parts", "looks", _ONE),
+    Bug("weights are moved behind a part's step", "standing_state:StandingState.after", "self._settle(part)", "pass", _ONE),
+    Bug("a step that raised is around nothing", "nested_steps:NestedSteps.begins", "if _is_above(frame, s)", "",
+        f"{_N}test_a_step_that_raised_is_around_nothing"),
+    Bug("moments of a part are looked at", "watch:Watch._on_optimizer", "if (is_part := self._owner.is_part(optimizer, nesting)) or",
+        "if not (is_part := self._owner.is_part(optimizer, nesting)) and", f"{_N}test_moments_are_looked_at_where_they_are"),
     Bug("what a closure's backward gave", "step_boundary:_before_optimizer", "or not any(waits):", "or True:", f"{_C}test_a_step_with_a_closure_is_a_step_like_others"),
     Bug("weights that an optimizer moved before it calls its closure", "step_boundary:_is_called_first", " or not has_run", " or True",
         f"{_C}test_a_step_with_a_closure_is_a_step_like_others"),

@@ -243,6 +243,17 @@ def test_a_target_network_is_no_part_of_the_model_that_sends_nothing_against_wha
     assert facts["gemm_flops_observed"] == 0.5
 
 
+def test_a_teacher_that_keeps_gradients_of_its_own_training_is_one_too(attach, capsys):
+    model = nn.ModuleDict({"net": nn.Linear(64, 64), "other": nn.Linear(64, 64)})
+    model["other"](torch.randn(8, 64)).square().mean().backward()
+    model["other"].requires_grad_(False).eval()
+    watch = attach(model)
+    train_beside(model, watch, 60)
+    assert "not observed: other (in evaluation mode and without gradients" in capsys.readouterr().err
+    assert watch._recorder.facts["silent"] == f"other ({EVALUATED})"
+    assert not watch._recorder.facts.get("blind")
+
+
 def test_what_is_trained_in_evaluation_mode_is_blind_and_that_is_said(attach, capsys):
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     model[1].eval()

@@ -14,6 +14,13 @@ ADDS_UP = f"{SUMS}::test_what_does_not_add_up_is_told_with_its_process"
 
 OF_UPDATES = [
     Bug(
+        "what always was another gradient goes on",
+        "weight_updates:WeightUpdates._finding",
+        'max(OTHERS_APART, more.get("apart", 1))',
+        "1",
+        f"{UPDATES}::test_gradients_that_always_were_others_are_one_incident_however_seldom_they_are_looked_at",
+    ),
+    Bug(
         "what never added up is no sum",
         "gradient_sums:GradientSums._is_news",
         "RIGHT_TIMES * before",

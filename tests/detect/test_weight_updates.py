@@ -300,6 +300,19 @@ def test_gradients_that_always_were_others_or_are_nearly_right_are_information(
     assert (incident.mode, incident.severity) == (mode, "info")
 
 
+def test_gradients_that_always_were_others_are_one_incident_however_seldom_they_are_looked_at() -> None:
+    """As of an optimizer that mixes gradients: more of them as each has its turn, and then one in eight steps."""
+    seen = [*range(4, 30, 2), *range(36, STEPS, 8)]
+    count = at(*seen)
+    count[seen] = [min(28, 3 + i) for i in range(len(seen))]
+    t = made()
+    [incident] = incidents(t, {GRADIENTS_OTHER: count})
+    assert (incident.severity, incident.first.onset) == ("info", 4)
+    assert incident.last_step >= STEPS - 16
+    in_all = [e for f in play(Case([t], AT)) for e in f.extra.get("news", ())]
+    assert {(e.field, e.value) for e in in_all} >= {("parameters_in_all", int(count[-4]))}
+
+
 def test_what_goes_on_is_one_incident() -> None:
     logs = {GRADIENTS_LEFT: at(*range(AT, AT + 20)), GRADIENTS_KEPT: at(*range(AT, AT + 20))}
     [incident] = incidents(made(), logs)

@@ -60,8 +60,8 @@ def words(f: Finding) -> tuple[str, str]:
     if kind == "gradients-other":
         return (
             "Gradients are changed between backward and optimizer, from the first look on",
-            f"What the optimizer gets of {number(evidence(f, 'parameters'))} parameters has never been what backward had added up in .grad, whatever number it may be multiplied by. Noise, projections "
-            f"and masks that are put on gradients do that, and so does a micro-batch that is lost in every step: the looks do not tell which. {_INNOCENT}",
+            f"What the optimizer gets of {number(evidence(f, 'parameters'))} parameters that have been looked at has never been what backward had added up in .grad, whatever number it may be multiplied by. "
+            f"Noise, projections and masks that are put on gradients do that, and so do optimizers that mix several gradients (GSAM), and a micro-batch that is lost in every step: the looks do not tell which. {_INNOCENT}",
         )
     if kind == "stepped-again":
         return (

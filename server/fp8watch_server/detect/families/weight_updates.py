@@ -46,7 +46,7 @@ from fp8watch_server.detect.finding import Evidence, Finding, Severity
 
 REPEAT_STEPS = 5
 """Steps after which what goes on is told again, so that its incident stays open."""
-AGAIN = {"weights-rounded": (2, 24), "update-astray": (2, 96), "update-times": (2, 96)}
+AGAIN = {"weights-rounded": (2, 24), "update-astray": (2, 96), "update-times": (2, 96), "gradients-other": (1, 96)}
 """(times that it must be seen, each within so many steps of the one before)."""
 MAX_SEEN = 8
 FROM_THE_START, BY_HABIT = 24, 64
@@ -55,6 +55,8 @@ FLUSHED_SHARE = 0.02
 """Of the elements of a gradient: from here on those that arrive as 0 are what is wrong with it."""
 SAME_STEPS = 64
 """Gradients that arrive otherwise within so many steps of each other do so for one reason: each parameter has its turn now and then."""
+ROUND_STEPS, OTHERS_APART = 40, 16
+"""Steps in which each parameter has had its turn; and between two in which one whose gradient always was another has its own."""
 FAR_APART = 0.05
 """Of its norm; what is nearer is information."""
 RATE_LEAP = 3.0
@@ -201,7 +203,8 @@ class WeightUpdates(Detector):
         if not off:
             if not (num := int(logs.get(GRADIENTS_OTHER, 0))):
                 return []
-            others = [Evidence("parameters", num, 0, "whose gradient was another one from the first look on", step)]
+            self._again("gradients-other", "", step)
+            others = [Evidence("parameters", num, 0, "so far, whose gradient always was another one", step)]
             return [_Hit("gradients-other", "silent-data-corruption", "info", "", others)]
         name = max(off, key=lambda n: off[n])
         flushed, num_few = logs.get(GRADIENTS_FLUSHED, 0.0), logs.get(GRADIENTS_FEW, 0.0)
@@ -263,6 +266,11 @@ class WeightUpdates(Detector):
             more |= {"flushed_of": known.flushed_of, "flushed_at": known.flushed_at}
         if len(seen) > 1:  # looks at updates are some steps apart: the incident stays open from one to the next
             more["apart"] = max(1, seen[-1] - seen[-2])
+        if kind == "gradients-other":  # it goes on for as long as the run does
+            more["apart"] = max(OTHERS_APART, more.get("apart", 1))
+            if ctx.now.step - began >= ROUND_STEPS:
+                in_all = Evidence("parameters_in_all", hit.evidence[0].value, 0, "each had its turn", ctx.now.step)
+                more["news"] = [in_all]
         ranks, of_rank = ctx.now.ranks, Evidence("rank", rank, None, f"of {len(ctx.now.ranks)}", ctx.now.step)
         evidence = [*hit.evidence, of_rank] if len(ranks) > 1 else hit.evidence
         where = np.array(rows, dtype=np.int64)
