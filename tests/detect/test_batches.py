@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from detect.folded import Folded, fold
@@ -11,9 +13,18 @@ from detect.trace import Trace, healthy
 
 from fp8watch_agent.batch_names import CONCENTRATION, HASH, MASK, SHIFTS, TARGETS
 from fp8watch_agent.record import StepStatus
+from fp8watch_server.detect.modes.bad_batch.repeated import RepeatedBatches
 from fp8watch_server.incidents.explain import explain
 
 AT, STEPS = 80, 112
+
+
+class Of:
+    """As much of a context as is asked."""
+
+    def __init__(self, step: int) -> None:
+        self.now = SimpleNamespace(step=step)
+        self.limit = SimpleNamespace(repeated_steps=3)
 
 
 def made(seed: int = 3, recipe: str = "blockwise") -> Trace:
@@ -84,6 +95,28 @@ def test_inner_epochs_over_each_batch_are_meant_and_a_longer_repetition_is_told(
     assert (incident.severity, incident.first.onset) == ("warning", AT + 1)
     assert incident.first.step == AT + 7, "twice as long as those before"
     assert title.startswith("The same batch again and again")
+
+
+def test_a_repetition_that_begins_out_of_step_is_told_as_early() -> None:
+    t = made()
+    t.logs[HASH][AT:] = np.resize(t.logs[HASH][AT - 3 : AT], STEPS - AT)
+    t.logs[HASH][AT : AT + 3] = t.logs[HASH][[AT - 2, AT - 1, AT - 2]]
+    [incident] = incidents(t)
+    assert incident.first.step <= AT + 6
+    assert incident.first.onset == AT
+
+
+def test_a_loader_that_hangs_after_a_resume_is_told_at_once() -> None:
+    detector, kept = RepeatedBatches(), made().logs[HASH]
+    assert kept is not None
+    told = []
+    for step in range(AT):
+        if step == AT - 8:
+            detector.resume()
+        value = kept[min(step, AT - 5)]
+        if detector._repeats(Of(step), 0, int(value)):  # type: ignore[arg-type]
+            told.append(step)
+    assert told == [AT - 2, AT - 1]
 
 
 def test_a_loader_that_hangs_twice_is_told_twice() -> None:

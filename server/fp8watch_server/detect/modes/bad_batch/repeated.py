@@ -51,8 +51,8 @@ class RepeatedBatches(Detector):
         """Baselines of sites go on."""
 
     def resume(self) -> None:
-        """A new session may go over steps again, with their data."""
-        for part in (self._kept, self._fresh, self._lag, self._run, self._since, self._usual):
+        """A new session may go over steps again, with their data; how the run goes over its batches stays known."""
+        for part in (self._kept, self._lag, self._run, self._since):
             part.clear()
         self._told = -1
 
@@ -75,11 +75,11 @@ class RepeatedBatches(Detector):
         lag = next((k for k in range(1, len(kept) + 1) if kept[-k] == value), 0)
         self._kept[rank] = [*kept, value][-KEPT:]
         if lag != self._lag.get(rank, 0):
-            self._ended(ctx, rank, fresh)
+            self._ended(ctx, rank, fresh, news=not lag)
         if not lag:
             self._fresh[rank], self._lag[rank] = fresh + 1, 0
             return False
-        if not self._run.get(rank):
+        if not self._lag.get(rank):
             self._since[rank] = ctx.now.step
         self._run[rank], self._lag[rank] = self._run.get(rank, 0) + 1, lag
         return self._is_news(ctx, rank, fresh)
@@ -88,9 +88,9 @@ class RepeatedBatches(Detector):
         run, usual = self._run.get(rank, 0), self._usual.get(rank, 0)
         return fresh >= max(MIN_FRESH, 2 * self._lag[rank]) and run >= max(ctx.limit.repeated_steps, 2 * usual + 1)
 
-    def _ended(self, ctx: Context, rank: int, fresh: int) -> None:
-        """A run of repetitions is over: what was not told is how this training goes."""
-        if self._run.get(rank, 0) and not self._is_news(ctx, rank, fresh):
+    def _ended(self, ctx: Context, rank: int, fresh: int, *, news: bool) -> None:
+        """A run of repetitions is over: what was not told, and was followed by a batch that is `news`, is how this training goes."""
+        if news and self._run.get(rank, 0) and not self._is_news(ctx, rank, fresh):
             self._usual[rank] = max(self._usual.get(rank, 0), self._run[rank])
         self._run[rank] = 0
 
