@@ -28,6 +28,7 @@ from fp8watch.observer.observation_plan import ObservationPlan
 from fp8watch.observer.step_sample import NOTHING
 from fp8watch.session.checkpoint_hooks import wrap_saving
 from fp8watch.session.gradient_norm import wrap_clipping
+from fp8watch.session.label_smoothing import wrap_label_smoother
 from fp8watch.session.loss_targets import wrap_cross_entropy
 from fp8watch.session.nested_steps import ALONE, NestedSteps, Nesting
 from fp8watch_agent.guard import Guard
@@ -67,6 +68,9 @@ class StepListener(Protocol):
 
     def _on_targets(self, targets: torch.Tensor, ignored: int) -> None:
         """A loss was computed against these class indices."""
+
+    def _on_loss(self, loss: torch.Tensor, adds_up: bool) -> None:
+        """A loss was computed behind the model: a mean, or a share of the step's that adds up."""
 
     def _on_save(self, saved: Any) -> Callable[[], None] | None:
         """Something is about to be saved; what is returned is called behind that."""
@@ -200,6 +204,10 @@ def _after_loss(targets: torch.Tensor, ignored: int) -> None:
         watch.guard.run("step_end", watch._on_targets, targets, ignored)
 
 
+def _after_smoothing(loss: torch.Tensor, adds_up: bool) -> None:
+    _each(lambda w: None if is_capturing() else w._on_loss(loss, adds_up))
+
+
 def _wrap_excepthook() -> Callable[[], None]:
     original = sys.excepthook
 
@@ -251,7 +259,8 @@ def start(watch: StepListener) -> None:
             _undo.extend(
                 [
                     before.remove, handle.remove, _wrap_scaler(), wrap_clipping(_after_clipping),
-                    wrap_cross_entropy(_after_loss), wrap_saving(_saving), _wrap_excepthook(), _wrap_sigterm(),
+                    wrap_cross_entropy(_after_loss), wrap_label_smoother(_after_smoothing), wrap_saving(_saving),
+                    _wrap_excepthook(), _wrap_sigterm(),
                 ]
             )  # fmt: skip
             _undo.append(lambda: atexit.unregister(_at_exit))

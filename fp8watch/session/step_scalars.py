@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fp8watch.observer.batch_facts import BatchFacts
-from fp8watch.observer.step_state import StepState
+from fp8watch.observer.step_state import MAX_LOSSES, StepState
 from fp8watch.session.gradient_norm import GradientNorm
 from fp8watch.session.standing_state import StandingState, merge
 from fp8watch.session.step_optimizer import FOUND_INF, updates_made
@@ -45,6 +45,7 @@ class StepScalars:
         """Of the optimizer and the GradScaler: numbers, or tensors on the device. They stay until there are others."""
         self.of_state: dict[str, Any] = {}
         """Of what optimizers keep: what changed in it since they stepped last."""
+        self._losses: list[tuple[Tensor, bool]] = []  # that were computed behind the model
         self._steps_without_loss = 0
         self._has_begun = False  # an optimizer has stepped
 
@@ -63,6 +64,11 @@ class StepScalars:
     def see_loss_scale(self, scale: Tensor) -> None:
         """Keep the scale that a GradScaler works with: a copy where it lies on a device, as the next update writes into it."""
         self.of_optimizer["loss_scale"] = float(scale) if scale.device.type == "cpu" else scale.detach().clone()
+
+    def see_loss(self, loss: Tensor, adds_up: bool) -> None:
+        """Keep the loss of a micro-batch that was computed behind the model; what the model returns wins. []"""
+        if len(self._losses) < MAX_LOSSES:
+            self._losses.append((loss.detach().clone(), adds_up))
 
     def before(self, optimizer: torch.optim.Optimizer, step: int) -> None:
         """An optimizer is about to step: what it keeps is looked at, and gradients that nobody clips any more."""
@@ -85,6 +91,7 @@ class StepScalars:
             return {}, self._batch_id
         finally:
             self._logged.clear()
+            self._losses.clear()
             self.of_state.clear()
             self.of_optimizer.pop(FOUND_INF, None)
             self._batch_id = None
@@ -105,6 +112,8 @@ class StepScalars:
         values.update({f"max_attention_logit/{fqn}": largest for fqn, largest in step.logits.items()})
         values.update({SEES_AHEAD + fqn: ahead for fqn, ahead in step.sees_ahead.items()})
         values.update({NONFINITE_INPUT + fqn: count for fqn, count in step.entered.items()})
+        for loss, adds_up in () if step.losses else tuple(self._losses):
+            step.note_loss(loss, adds_up=adds_up)
         if step.losses:
             values["loss"] = step.loss()
         if (norm := self.norms.take()) is not None:

@@ -60,7 +60,7 @@ class Watch:
         self._owner = StepOwner(self._model, as_they_are, cadence.optimizers, session.say)
         standing = OptimizerLooks(self._model, self._plan if self._recorder is not None else None, self._table)
         self._scalars = StepScalars(session.guard, session.say, GradientNorm(self._model, self._owner.has), standing)
-        self._on_targets = self._scalars.batches.see_targets
+        self._on_targets, self._on_loss = self._scalars.batches.see_targets, self._scalars.see_loss
         self._late = partial(late_facts, self._model, self._owner, self._plan, standing)
         self._owns, self._ending, self._paused, self._stuck = self._owner.owns, False, False, ""
         self._hooks: list[Removable] = list(attachment.hooks)

@@ -76,6 +76,17 @@ def test_loss_norm_rate_and_step_are_the_trainers_own_and_nothing_changes(kept, 
     assert type(watched.model.model.layers[0].mlp.up_proj) is torch.nn.Linear
 
 
+def test_the_loss_of_smoothed_labels_is_the_trainers_own_and_nothing_changes(kept, tmp_path):
+    """The Trainer takes the labels from the model, which returns no loss then."""
+    smoothed = {"label_smoothing_factor": 0.1}
+    plain = trainer(tmp_path / "plain", None, **smoothed)
+    plain.train()
+    watched = trainer(tmp_path / "watched", Fp8WatchCallback(recipe="observe"), **smoothed)
+    watched.train()
+    assert logged(watched, "loss") == logged(plain, "loss")
+    assert kept.losses() == pytest.approx(logged(watched, "loss"), abs=1e-4)
+
+
 @pytest.mark.parametrize("recipe", ["observe", "delayed"])
 def test_a_resumed_training_goes_on_with_its_run_its_steps_and_its_scales(kept, tmp_path, recipe):
     first = trainer(tmp_path, Fp8WatchCallback(recipe=recipe), max_steps=5)
