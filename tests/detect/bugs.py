@@ -7,6 +7,7 @@ from detect.bugs_causes import CAUSES
 from detect.bugs_engine import ENGINE, REPORTS
 from detect.bugs_names import NAMES
 from detect.bugs_seen import SEEN_TO_BE_WRONG
+from detect.bugs_spread import OF_SPREAD
 from detect.bugs_told import TOLD_BY_CAUSE
 from detect.bugs_updates import OF_UPDATES
 from support.planted import Bug
@@ -415,4 +416,5 @@ BUGS = [
     *OF_TRAINING,
     *TOLD_BY_CAUSE,
     *OF_UPDATES,
+    *OF_SPREAD,
 ]

@@ -40,6 +40,8 @@ def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
             "after gradients of ordinary size. What grows step by step is no flipped bit: something writes this weight besides the "
             "optimizer, or its own decay and learning rate are not those of the others.",
         )
+    if f.extra.get("together"):
+        return _together(f, s)
     if grown is None:
         return f"Outliers grow in {site_words(s)}", f"amax of {site_words(s)} grows{since(f)}{named}."
     return (
@@ -49,8 +51,34 @@ def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
     )
 
 
+def _together(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
+    """Of a weight that left the others behind without a tail."""
+    grown, usual = evidence(f, "amax_growth"), baseline(f, "amax_growth")
+    amax, before = evidence(f, "amax_max"), baseline(f, "amax_max")
+    told = f": {number(before)} → {number(amax)}" if amax is not None and before is not None else ""
+    kurtosis = evidence(f, "kurtosis")
+    tail = (
+        f", and the kurtosis is {number(kurtosis)} (was {number(baseline(f, 'kurtosis'))}; a bell curve has 3)"
+        if kurtosis
+        else ""
+    )
+    return (
+        f"{site_words(s)} grows away from the other weights: amax +{number(grown)} octaves",
+        f"amax of {site_words(s)} grows{since(f)}{told}; that of the median weight went up by {number(usual)} octaves. As measured "
+        f"last no few elements stand apart in it: the root mean square grew by {number(evidence(f, 'rms_growth'))} octaves{tail}.",
+    )
+
+
 def fixes(p: Place) -> list[Fix]:
     """What to change, most likely first."""
+    if p.extra.get("together"):
+        return [
+            Fix(
+                "code",
+                f"Nothing need change while its SQNR stays. If {p.module} is not meant to grow faster than the others: look at the "
+                "learning rate and the weight decay of its parameter group.",
+            )
+        ]
     if p.extra.get("probe") and p.operand == "input":
         return [
             Fix("code", f"Look at what runs right before {p.module}: a norm's weight, a residual stream that grows."),
