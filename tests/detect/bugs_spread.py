@@ -1,4 +1,4 @@
-"""What is broken on purpose in what is told of tails of weights."""
+"""What is broken on purpose in what is told of tails of weights and of small elements."""
 
 from __future__ import annotations
 
@@ -6,6 +6,10 @@ from support.planted import Bug
 
 TAIL = "tests/detect/test_weight_tail.py"
 HEAVIER = f"{TAIL}::test_a_tail_that_got_heavier_is_an_outlier"
+SMALL = "tests/detect/test_small_elements.py"
+ELSE = f"{SMALL}::test_what_else_becomes_zero_is_a_warning_as_ever"
+SPREAD = "chronic_quantization_noise.small_elements:spread"
+OBSERVE = "chronic_quantization_noise.detector:Noise.observe"
 WEIGHTS = "outlier:Outliers._growing_weights"
 
 OF_SPREAD = [
@@ -40,4 +44,24 @@ OF_SPREAD = [
         "ctx.base.amax.median()",
         f"{TAIL}::test_both_ends_of_amax_are_as_far_apart_as_the_growth_that_is_told",
     ),
+    Bug(
+        "small elements beside many are information",
+        OBSERVE,
+        "loud = hit & ~small & ",
+        "loud = hit & ",
+        f"{SMALL}::test_what_an_activation_leaves_of_negative_values_is_information",
+    ),
+    Bug("owners of tiles by the kurtosis", SPREAD, " & (now.log2_kurtosis <= math.log2(SPREAD_KURTOSIS))", "", ELSE),
+    Bug("owners of some tiles by the energy", SPREAD, "(amax**2 * num_tiles <= energy) & ", "", ELSE),
+    Bug("tiles that an eps clamps", SPREAD, ' & (now.column("num_eps_tiles") == 0)', "", ELSE),
+    Bug("a scale that nobody measured", SPREAD, '(now.column("scale_ratio_min") >= OWN_SCALE) & ', "", ELSE),
+    Bug("noise of the operand as a whole", SPREAD, " & (whole_db >= band)", "", ELSE),
+    Bug(
+        "one scale a tensor",
+        SPREAD,
+        " & ~table.per_tensor",
+        "",
+        f"{SMALL}::test_one_scale_for_the_whole_tensor_excuses_nothing",
+    ),
+    Bug("weights", SPREAD, " & (table.role == INPUT)", "", f"{SMALL}::test_a_weight_is_excused_nothing"),
 ]

@@ -13,7 +13,8 @@ that lost half of its energy, or is off by more than rounding can, is no matter 
 Features of distances, and others that decay without end, have tiles that are nothing beside the largest, and elements that are
 nothing beside the largest of their tile, and lose all of that: of an input that as a whole is inside its band, and of which
 those are enough for what is lost, this is information. Gradients of single tokens fade as far in any healthy training, and
-excuse nothing.
+excuse nothing. Of an input with scales of its own whose energy is spread over many elements, small elements that become 0 are
+information as well (`small_elements`).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from fp8watch_server.detect.detector import Detector
 from fp8watch_server.detect.families import gain
 from fp8watch_server.detect.finding import Evidence, Finding
 from fp8watch_server.detect.hysteresis import Latch
+from fp8watch_server.detect.modes.chronic_quantization_noise import small_elements
 from fp8watch_server.detect.modes.chronic_quantization_noise.faint_parts import FaintParts, has_faint_tiles
 from fp8watch_server.detect.step_view import GRAD_OUTPUT, INPUT, WEIGHT, Mask
 
@@ -49,6 +51,8 @@ class Noise(Detector):
             num_sites, dtype=np.bool_
         )  # what is lost may be all of faint tiles, as far as was measured last
         self._parts: dict[int, list[Evidence]] = {}  # of those: what is faint of them
+        # of inputs that lose small elements alone: how their energy was spread when it was measured last
+        self._spread = np.full((num_sites, small_elements.WIDTH), np.nan)
 
     def grow(self, num_sites: int) -> None:
         """More sites were registered."""
@@ -56,6 +60,7 @@ class Noise(Detector):
             latch.grow(num_sites)
         if (more := num_sites - len(self._faint)) > 0:
             self._faint = np.concatenate([self._faint, np.zeros(more, dtype=np.bool_)])
+            self._spread = np.concatenate([self._spread, np.full((more, small_elements.WIDTH), np.nan)])
 
     def frozen(self) -> Mask:
         """Sites whose SQNR dropped. A chronic one has no other baseline to keep."""
@@ -77,6 +82,7 @@ class Noise(Detector):
         fades[faintest.rows] = faintest.explain(band, limit.chronic_underflow)
         self._faint = np.where(np.isnan(whole_db), self._faint, fades)
         self._parts |= {int(row): faintest.evidence(int(row)) for row in faintest.rows[fades[faintest.rows]]}
+        self._spread = np.where(np.isnan(whole_db)[:, None], self._spread, small_elements.spread(now, band, whole_db))
         if not ctx.clean:
             return []
         chronic = self._chronic.update(noisy, ~np.isnan(now.sqnr_db), now.step)
@@ -98,7 +104,8 @@ class Noise(Detector):
             return []
         faint = self._faint.copy()
         faint[now.table.across[self._faint & (now.table.across >= 0)]] = True  # the same elements, in tiles across
-        loud = hit & ~(faint & ~(noisy & ~self._faint) & ~drop & ~biased)
+        small = rounded & ~np.isnan(self._spread[:, 0]) & ~(chronic | fast | drop | biased)
+        loud = hit & ~small & ~(faint & ~(noisy & ~self._faint) & ~drop & ~biased)
         rows = now.in_flow(loud if loud.any() else hit)
         row = int(rows[0])
         # In one step a part of the sites has an SQNR: those in alarm are counted, not those of this step.
@@ -135,7 +142,10 @@ class Noise(Detector):
         if clamped > 0:
             evidence.append(Evidence("num_eps_tiles", int(clamped), 0, "tiles", since))
         evidence += [e for e in damage(ctx, row) if e.field == "num_saturated"]
-        if not loud.any() and np.isfinite(whole_db[row]):
+        fades_out = not loud.any() and not small[row]
+        if small[row]:
+            evidence += small_elements.evidence(self._spread[row])
+        if fades_out and np.isfinite(whole_db[row]):
             least = f"{band[row]:g} or more"
             evidence.append(Evidence("sqnr_db", round(float(whole_db[row]), 2), least, "dB", now.step))
             evidence += self._parts.get(row) or self._parts.get(_along(now, row), [])
@@ -152,7 +162,8 @@ class Noise(Detector):
                 onset=since if onset else None,
                 began=since,
                 sampled=by != "underflow",
-                faint=not loud.any(),
+                faint=fades_out,
+                small=bool(small[row]),
                 by=by,
                 sqnr_db=sqnr,
             )

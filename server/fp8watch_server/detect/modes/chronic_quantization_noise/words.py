@@ -26,6 +26,8 @@ def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
         said.append(f"the tile SQNR is {number(db)} dB")
     if by != "sqnr" and (share := evidence(f, "underflow_ratio")) is not None:
         said.append(f"{number(share)} of the elements become 0")
+    if f.extra.get("small"):
+        return _small(f, s)
     what = " and ".join(said)
     beside = "tiles" if evidence(f, "faint_tiles") else "elements"
     much = f"Quantisation noise beside faint {beside}" if f.extra.get("faint") else "Too much quantisation noise"
@@ -33,6 +35,22 @@ def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
         f"{much} in {site_words(s)}{': ' + said[0] if said else ''}",
         f"In most of the measured steps of {site_words(s)}{since(f)}{' ' + what if what else ' too much is lost'}. "
         f"No chart shows an onset: it was so from the first of them.{_faint(f)}",
+    )
+
+
+def _small(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
+    """Of small elements beside many that are not."""
+    share, crest = evidence(f, "underflow_ratio"), evidence(f, "amax_over_rms")
+    depth = 32 if s is not None and s.format == "E5M2" else 18
+    told = "" if share is None else f": {number(share)} of all"
+    parts = [f"amax is {number(crest)} times the root mean square"] if crest is not None else []
+    parts += [f"the kurtosis is {number(k)}"] if (k := evidence(f, "kurtosis")) is not None else []
+    parts += [f"the tile SQNR is {number(db)} dB"] if (db := evidence(f, "spread_sqnr_db")) is not None else []
+    return (
+        f"Small elements of {site_words(s)} become 0{told}",
+        f"In most of the measured steps of {site_words(s)}{since(f)} {number(share)} of the elements become 0: those that are 2^{depth} times "
+        "smaller than the largest of their tile, or more, as is what GELU and SiLU leave of negative values. The energy is spread over many "
+        f"elements: {', '.join(parts)}. In a product beside those the small ones count for nothing.",
     )
 
 
@@ -84,6 +102,10 @@ def _clamped(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
 
 def fixes(p: Place) -> list[Fix]:
     """What to change, most likely first."""
+    if p.extra.get("small"):
+        return [
+            Fix("code", f"Nothing need change. If small values of this input are to count: keep {p.module} in BF16.")
+        ]
     if p.extra.get("faint"):  # no granularity helps a tile whose every element is tiny
         return [
             Fix(
