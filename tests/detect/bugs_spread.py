@@ -1,4 +1,4 @@
-"""What is broken on purpose in what is told of tails of weights and of small elements."""
+"""What is broken on purpose in what is told of tails of weights, of small elements, and of rows that are alike."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ TAIL = "tests/detect/test_weight_tail.py"
 HEAVIER = f"{TAIL}::test_a_tail_that_got_heavier_is_an_outlier"
 SMALL = "tests/detect/test_small_elements.py"
 ELSE = f"{SMALL}::test_what_else_becomes_zero_is_a_warning_as_ever"
+GAIN = "tests/detect/test_gain.py::test_rows_that_are_alike_are_rounded_alike"
 SPREAD = "chronic_quantization_noise.small_elements:spread"
 OBSERVE = "chronic_quantization_noise.detector:Noise.observe"
 WEIGHTS = "outlier:Outliers._growing_weights"
@@ -64,4 +65,7 @@ OF_SPREAD = [
         f"{SMALL}::test_one_scale_for_the_whole_tensor_excuses_nothing",
     ),
     Bug("weights", SPREAD, " & (table.role == INPUT)", "", f"{SMALL}::test_a_weight_is_excused_nothing"),
+    Bug("rows that are alike", "gain:allowed", "np.clip(alike, limit, ", "np.clip(limit, limit, ", GAIN),
+    Bug("truncation of rows that are alike", "gain:allowed", "ALIKE_MOST * limit", "1.0", GAIN),
+    Bug("weights have no rows that are alike", "gain:allowed", "now.table.role == INPUT", "now.table.role >= 0", GAIN),
 ]

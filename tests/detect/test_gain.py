@@ -11,6 +11,7 @@ from detect.single_steps import DOWN, detect, evidence, modes
 
 from fp8watch_agent.record import Measured
 from fp8watch_server.detect.engine import DetectionEngine
+from fp8watch_server.detect.finding import SiteFacts
 
 STEPS = range(60, 90)
 
@@ -83,6 +84,35 @@ def test_e5m2_has_twice_the_room() -> None:
     for first in range(60, 90, 3):
         found += engine.observe(run.batch(range(first, first + 3), biased(run, "input", 0.008)))
     assert modes(found) == set()
+
+
+def of_columns(run: Run, operand: str, columns: int) -> dict[int, SiteFacts]:
+    """Facts of a run in which one operand has so many columns."""
+    i = run.index(DOWN, operand)
+    facts = dict(run.facts)
+    facts[run.sites[i].id] = replace(facts[run.sites[i].id], shape=(256, columns))
+    return facts
+
+
+@pytest.mark.parametrize(
+    ("operand", "columns", "error", "told"),
+    [
+        ("input", 64, -0.0058, False),  # a Whisper of 64 channels over padded frames
+        ("input", 64, 0.011, False),
+        ("input", 64, -0.014, True),
+        ("input", 16, -0.017, True),  # truncation is at −2.5 % and beyond, however few columns
+        ("input", 1024, -0.0058, True),
+        ("weight", 64, -0.0058, True),
+    ],
+)
+def test_rows_that_are_alike_are_rounded_alike(operand: str, columns: int, error: float, told: bool) -> None:
+    run = Run()
+    engine, found = DetectionEngine(of_columns(run, operand, columns)), []
+    for first in range(60, 90, 3):
+        found += engine.observe(run.batch(range(first, first + 3), biased(run, operand, error)))
+    assert (modes(found) == {"chronic-quantization-noise"}) is told
+    if told and operand == "input" and columns == 16:
+        assert next(e.baseline for e in found[0].evidence if e.field == "gain_error") == "±0.015"
 
 
 def off_scale(change, ratio: float, index: int, from_step: int):

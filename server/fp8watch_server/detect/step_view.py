@@ -74,6 +74,7 @@ class SiteTable:
         self.four_bit = np.array([f.format == "E2M1" for f in facts], dtype=np.bool_)
         self.e5m2 = np.array([f.format == "E5M2" for f in facts], dtype=np.bool_)
         self.eps = np.array([f.eps for f in facts], dtype=np.float64)
+        self.num_columns = np.array([f.shape[1] for f in facts], dtype=np.int64)
         # Outputs of what runs before every GEMM that is seen, as of an embedding.
         first = self.order[self.role != OUTPUT].min(initial=1 << 62)
         self.before_gemms = (self.role == OUTPUT) & (self.order < first)

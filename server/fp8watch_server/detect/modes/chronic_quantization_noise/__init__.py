@@ -26,7 +26,14 @@ MODE = Mode(
         ),
         threshold("chronic_underflow", 0.10, "share", 0.001, 1, SPEC),
         threshold("sqnr_drop_db", 3, "dB", 0.1, 60, SPEC),
-        threshold("chronic_gain", 0.005, "share", 0.0001, 1, "healthy operands of many elements: up to 0.0017"),
+        threshold(
+            "chronic_gain",
+            0.005,
+            "share",
+            0.0001,
+            1,
+            "healthy operands of many elements: up to 0.0017; inputs of few columns: more room",
+        ),
     ),
     detectors=(Noise, Clamped),
 )

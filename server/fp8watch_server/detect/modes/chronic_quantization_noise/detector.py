@@ -92,7 +92,8 @@ class Noise(Detector):
         rounded = self._flushed.update(flushed, forward & ~np.isnan(now.underflow), now.step)
         error, signal, noise = gain.of_now(now)
         amax = now.column("amax_max")
-        off = forward & gain.beyond(error, amax, signal, noise, now.table.e5m2, limit.chronic_gain)
+        allowed = gain.allowed(now, limit.chronic_gain)
+        off = forward & gain.beyond(error, amax, signal, noise, now.table.e5m2, allowed)
         biased = self._biased.update(off & ~now.nonfinite & ~_lags(ctx), ~np.isnan(error), now.step)
         drop = np.zeros(len(now), dtype=np.bool_)
         if ctx.warm:
@@ -136,7 +137,7 @@ class Noise(Detector):
         if by == "underflow":
             evidence.reverse()  # what made it fire comes first
         if np.isfinite(error[row]) and off[row]:
-            told = Evidence("gain_error", round(float(error[row]), 4), f"±{limit.chronic_gain:g}", "share", since)
+            told = Evidence("gain_error", round(float(error[row]), 4), f"±{allowed[row]:.3g}", "share", since)
             evidence.insert(0 if by == "gain" else len(evidence), told)
         clamped = now.column("num_eps_tiles")[row]
         if clamped > 0:
