@@ -29,6 +29,7 @@ class Nesting(NamedTuple):
 
 
 ALONE = Nesting()
+_COMPILER = ("/torch/_compile.py", "/torch/_dynamo/eval_frame.py")
 
 
 class _Stepping(NamedTuple):
@@ -49,7 +50,7 @@ class NestedSteps(threading.local):
     def begins(self, optimizer: Optimizer) -> bool:
         """It is about to step: called by a hook that torch calls from the step itself. Whether it is not stepping already: a
         step of a subclass that calls its parent's is told of twice."""
-        frame = sys._getframe(2)
+        frame = _step(sys._getframe(2))
         if self._running:
             self._running = [s for s in self._running if _is_above(frame, s)]
         is_first = all(s.optimizer is not optimizer for s in self._running)
@@ -71,6 +72,13 @@ class NestedSteps(threading.local):
         for one in running:
             one.inside.append(optimizer)
         return Nesting(tuple(one.optimizer for one in running), tuple(inside))
+
+
+def _step(frame: FrameType) -> FrameType:
+    """The frame of a step, from that which called its hook: frames of torch's compiler, which hooks are kept from, lie between."""
+    while frame.f_back is not None and frame.f_code.co_filename.endswith(_COMPILER):
+        frame = frame.f_back
+    return frame
 
 
 def _is_above(frame: FrameType, stepping: _Stepping) -> bool:

@@ -95,6 +95,13 @@ def _each(action: Callable[[StepListener], Any]) -> None:
         watch.guard.run("step_end", action, watch)
 
 
+def _not_traced(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """For hooks that a compiled `optimizer.step` calls: torch's compiler would trace into them, and compile what they look at anew in
+    each step. The compiler is loaded in their first call; an optimizer has loaded it when it was made."""
+    disable = getattr(torch, "_disable_dynamo", None)
+    return hook if disable is None else functools.wraps(hook)(disable(hook))
+
+
 def _after_optimizer(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     if (nesting := _nested.ends(optimizer)) is not None:
         _each(lambda w: None if is_capturing() else w._on_optimizer(optimizer, nesting))
@@ -253,8 +260,8 @@ def start(watch: StepListener) -> None:
     """Begin to tell a watch where its steps end."""
     with _lock:
         if not _undo:
-            before = register_optimizer_step_pre_hook(_before_optimizer)
-            handle = register_optimizer_step_post_hook(_after_optimizer)
+            before = register_optimizer_step_pre_hook(_not_traced(_before_optimizer))
+            handle = register_optimizer_step_post_hook(_not_traced(_after_optimizer))
             atexit.register(_at_exit)
             _undo.extend(
                 [
