@@ -39,7 +39,7 @@ SIGMA_INPUT = 6.0
 SIGMA_LAYERS = 6.0
 WITHOUT_MOMENTS = 2.0
 """Times the limit of inputs, in a step whose moments were not measured."""
-BEYOND_RMS = 2.0
+BEYOND_RMS = 1.25
 """Times the limit of weights, over what the root mean square grew: so much is a tail whatever the kurtosis says, which one
 element does not move."""
 TOGETHER_OCTAVES = 3.0
