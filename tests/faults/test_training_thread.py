@@ -18,8 +18,8 @@ SWITCHES_PER_STEP = 2.0
 """Of these may come on top: the interpreter's lock is held by the sender, more often on a busy machine. Waiting for another
 thread by an event, a condition or a sleep is seen by the call itself; this sees what hides in C."""
 
-HARMLESS = {"builtins.id"}
-"""Audit events that ask nothing of the system: the address of an object."""
+HARMLESS = {"builtins.id", "sys._getframe", "object.__getattr__"}
+"""Audit events that ask nothing of the system: the address of an object, a frame of the call stack and its code."""
 
 FAULTS = {
     "up": Fault(),
