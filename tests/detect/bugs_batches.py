@@ -43,6 +43,13 @@ OF_BATCHES = [
         f"{BATCHES}::test_a_loader_that_hangs_twice_is_told_twice",
     ),
     Bug(
+        "a repetition that begins out of step",
+        "repeated:RepeatedBatches._ended",
+        "if news and self",
+        "if self",
+        f"{BATCHES}::test_a_repetition_that_begins_out_of_step_is_told_as_early",
+    ),
+    Bug(
         "a few values of a small batch are no level",
         "composition:_moved",
         "if num_last <= FEW else",

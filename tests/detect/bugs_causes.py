@@ -146,7 +146,7 @@ CAUSES = [
     Bug(
         "one odd batch warns nobody",
         "loss_jump:_finding",
-        "brief = after <= BRIEF_STEPS and (known_batch or jump.loss < BRIEF_RATIO * jump.usual)",
+        "brief = after <= BRIEF_STEPS and (scatters or jump.loss < BRIEF_RATIO * jump.usual)",
         "brief = False",
         "tests/detect/test_what_came_first.py::test_an_odd_batch_that_is_over_in_one_step_warns_nobody",
     ),

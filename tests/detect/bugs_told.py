@@ -214,6 +214,13 @@ TOLD_BY_CAUSE = [
         f"{APART}::test_a_loss_that_jumps_on_a_batch_that_was_there_before_is_not_of_the_inputs",
     ),
     Bug(
+        "a loss that is not small does not jump by dropout",
+        "families.loss_jump:_finding",
+        " and jump.small_loss",
+        "",
+        f"{APART}::test_a_loss_that_jumps_on_a_batch_that_was_there_before_is_not_of_the_inputs",
+    ),
+    Bug(
         "parameters that begin to train are no odd batch",
         "families.loss_jump:LossJumps._notice_unfrozen",
         "if ctx.warm and",

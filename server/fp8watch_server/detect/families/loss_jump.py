@@ -44,6 +44,8 @@ SMALL_SHARE = 0.5
 """Of the usual rows: with so many or fewer a batch is a small one, and its loss scatters by that much more."""
 KEPT = 64
 """Batches that are looked back."""
+NEARLY_NOTHING = 0.05
+"""Of the first loss: what is drawn anew in each step, as dropout is, scatters a loss that is so small by its multiples."""
 UNFROZEN_SHARE = 0.25
 """Of all sites of gradients, that have their first one: parameters began to train. An expert's first tokens are fewer."""
 SIZES = 16
@@ -82,9 +84,8 @@ class _Jump:
     inputs: _Inputs | None
     small: tuple[float, float] | None = None  # rows of its batch and the usual ones, where they are few
     seen_before: int | None = None  # step that had its batch, bit for bit
-    unfrozen: tuple[int, int, int] | None = (
-        None  # step in which sites had their first gradient, how many, and of how many
-    )
+    small_loss: bool = False  # even at its height, beside the first of the run
+    unfrozen: tuple[int, int, int] | None = None  # step of the first gradients of sites, how many, of how many
 
 
 class LossJumps(Detector):
@@ -102,6 +103,8 @@ class LossJumps(Detector):
     _with_gradient: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
     """Sites that had a gradient."""
     _unfrozen: tuple[int, int, int] | None = None
+    _first: float | None = None
+    """The first loss of the run."""
 
     def __init__(self, num_sites: int = 0) -> None:
         self._jump: _Jump | None = None
@@ -130,6 +133,7 @@ class LossJumps(Detector):
             return []
         small, seen_before = self._small(ctx), self._seen_before(ctx)
         self._notice_unfrozen(ctx)
+        self._first = loss if self._first is None else self._first
         if self._jump is None:
             self._jump = self._begins(ctx, loss, grad_norm)
             if self._jump is not None:
@@ -149,6 +153,7 @@ class LossJumps(Detector):
         if not back and jump.num < patience:
             return []
         self._jump = None
+        jump.small_loss = 0 < jump.loss < NEARLY_NOTHING * self._first
         if back and not _norm_jumped(jump, ctx.limit):
             return []
         told = _finding(ctx.now, jump, back=back)
@@ -301,6 +306,7 @@ def _finding(now: CrossRankStep, jump: _Jump, *, back: bool, cut: bool = False) 
         "jump_batch_id": jump.batch_id,
         "shift": not back and not cut,
         "cut": now.step if cut else None,
+        "small_loss": jump.small_loss,
         "jump_of": "unfrozen" if jump.unfrozen is not None else "same batch" if jump.seen_before is not None else None,
         "inputs": None
         if inputs is None
@@ -314,8 +320,8 @@ def _finding(now: CrossRankStep, jump: _Jump, *, back: bool, cut: bool = False) 
         return [_of_run(now, "optimizer-divergence", "warning" if back else "critical", evidence, verdict, about)]
     known = inputs is not None and (inputs.ordinary or inputs.entered)
     verdict = "shared" if healthy and known and not cut else "unknown"
-    known_batch = jump.seen_before is not None
-    brief = after <= BRIEF_STEPS and (known_batch or jump.loss < BRIEF_RATIO * jump.usual)
+    scatters = jump.seen_before is not None and jump.small_loss
+    brief = after <= BRIEF_STEPS and (scatters or jump.loss < BRIEF_RATIO * jump.usual)
     notice = about["shift"] or (back and (brief or jump.small is not None or jump.unfrozen is not None))
     return [_of_run(now, "bad-batch", "info" if notice else "warning", evidence, verdict, about)]
 

@@ -82,7 +82,7 @@ def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
         return (
             f"Loss jumped at step {at}, behind parameters that began to train at step {began}: {usual} → {loss}",
             f"{norm} jumped at step {at} and {'stays' if took is None else f'came back within {took} steps'}. {num} sites had their first gradient at "
-            f"step {began}: parameters were unfrozen, and an optimizer without moments moves each of them by its whole learning rate. {inputs}.",
+            f"step {began}, as where parameters are unfrozen: an optimizer that has no moments of them yet moves each by its whole learning rate. {inputs}.",
         )
     if f.extra.get("shift"):
         if (seen := evidence(f, "batch_of_step")) is not None:
@@ -111,10 +111,15 @@ def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
     back = f"came back within {took} steps" if took is not None else "came back"
     seen = evidence(f, "batch_of_step")
     if seen is not None:
+        scatter = (
+            "What is drawn anew in each step (dropout, noise, masks) scatters a loss that is nearly nothing by that much."
+            if f.extra.get("small_loss")
+            else "Weights, labels, or what is drawn anew in each step (dropout, noise, masks) did it, or something was computed wrongly in that step."
+        )
         return (
             f"Loss jumped at step {at}: {usual} → {loss}, and back, on the batch of step {seen}",
-            f"{norm} jumped at step {at} and {back}. What entered the model is bit for bit the batch of step {seen}: it is not the inputs. What is drawn anew in each "
-            f"step (dropout, noise, masks) scatters a small loss by that much; without it, the weights of that step did it. {inputs}.",
+            f"{norm} jumped at step {at} and {back}. What entered the model is bit for bit the batch of step {seen}: it is not the inputs. "
+            f"{scatter} {inputs}.",
         )
     unlike = ": one batch was unlike the others" if known or entered else ""
     rows = next((e for e in f.evidence if e.field == "batch_rows"), None)
