@@ -56,7 +56,7 @@ def _together(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
     grown, usual = evidence(f, "amax_growth"), baseline(f, "amax_growth")
     amax, before = evidence(f, "amax_max"), baseline(f, "amax_max")
     told = f": {number(before)} → {number(amax)}" if amax is not None and before is not None else ""
-    kurtosis = evidence(f, "kurtosis")
+    kurtosis, rms = evidence(f, "kurtosis"), evidence(f, "rms_growth")
     tail = (
         f", and the kurtosis is {number(kurtosis)} (was {number(baseline(f, 'kurtosis'))}; a bell curve has 3)"
         if kurtosis
@@ -64,8 +64,13 @@ def _together(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
     )
     return (
         f"{site_words(s)} grows away from the other weights: amax +{number(grown)} octaves",
-        f"amax of {site_words(s)} grows{since(f)}{told}; that of the median weight went up by {number(usual)} octaves. As measured "
-        f"last no few elements stand apart in it: the root mean square grew by {number(evidence(f, 'rms_growth'))} octaves{tail}.",
+        f"amax of {site_words(s)} grows{since(f)}{told}; that of the median weight went up by {number(usual)} octaves. "
+        + (
+            "Its tail was not measured behind that"
+            if rms is None
+            else f"As measured last no few elements stand apart in it: the root mean square grew by {number(rms)} octaves"
+        )
+        + f"{tail}.",
     )
 
 
