@@ -23,6 +23,7 @@ from torch import Tensor
 
 from fp8watch.layers.operand_check import hold_against_operand, hold_rows
 from fp8watch.layers.shadow_gemm import hold_against_shadow, hold_rows_of_output
+from fp8watch.layers.vmap_rules import mean_of_batch, one_by_one
 from fp8watch.observer.observation_plan import ObservationPlan
 from fp8watch.observer.pass_counter import first_tensor, graph_task
 from fp8watch.observer.site_rows import GRAD_OUTPUT, INPUT, WEIGHT, OperandRows
@@ -183,6 +184,7 @@ def _quantize_dequantize(
 
 
 quantize_dequantize_op = torch.library.custom_op("fp8watch::quantize_dequantize", mutates_args=())(_quantize_dequantize)
+quantize_dequantize_op.register_vmap(one_by_one(quantize_dequantize_op))
 
 
 def quantize_dequantize(
@@ -270,6 +272,7 @@ def note_gemm_output(plan: ObservationPlan, first: int, y: Tensor, operand: int,
 
 
 look_at_output_op = torch.library.custom_op("fp8watch::look_at_output", mutates_args=())(_look_at_output)
+look_at_output_op.register_vmap(one_by_one(look_at_output_op))
 
 
 @look_at_output_op.register_fake
@@ -306,6 +309,7 @@ def _note_loss(loss: Tensor, site: Tensor, adds_up: bool, grad: bool) -> Tensor:
 
 
 note_loss = torch.library.custom_op("fp8watch::note_loss", mutates_args=())(_note_loss)
+note_loss.register_vmap(mean_of_batch(note_loss))
 
 
 @note_loss.register_fake
@@ -340,6 +344,7 @@ def _forward_ended(after: Tensor, site: Tensor, grad: bool) -> Tensor:
 
 
 forward_ended = torch.library.custom_op("fp8watch::forward_ended", mutates_args=())(_forward_ended)
+forward_ended.register_vmap(mean_of_batch(forward_ended))
 
 
 @forward_ended.register_fake

@@ -41,6 +41,7 @@ from fp8watch.layers.impact_rows import take_impact
 from fp8watch.layers.observe_linear import observe, observe_forward, rests
 from fp8watch.layers.saved_operands import dequantize_kept, quantize_for_backward
 from fp8watch.layers.scaled_linear import Formats, ScaledLinear
+from fp8watch.layers.vmap_rules import refuse_vmap, refused_forward_mode
 from fp8watch.layers.wrapped_forward import lead_to_class
 from fp8watch.numerics.operand_checks import OPERAND_DTYPES
 from fp8watch.observer.site_rows import GRAD_OUTPUT, INPUT, WEIGHT
@@ -91,6 +92,8 @@ def layout(recipe: Recipe) -> Layout:
 class _Fp8Linear(torch.autograd.Function):
     """y = x·wᵀ + b with quantised operands. Saved for backward: codes and scale_inv of the operands that it reads, and
     the operands themselves of GEMMs in high precision."""
+
+    vmap = staticmethod(refuse_vmap)
 
     @staticmethod
     def forward(
@@ -245,7 +248,8 @@ def fp8_linear(
     GEMMs go by, `scaled` the formats of operands whose codes are multiplied by torch._scaled_mm.
 
     Raises:
-        RuntimeError: an input that F.linear would refuse too, or one that is not quantised (float64, nested).
+        RuntimeError: an input that F.linear would refuse too, or one that is not quantised (float64, nested); inside of
+            torch.func.vmap, or differentiated in forward mode.
     """
     if x.device != weight.device:
         raise RuntimeError(
@@ -259,10 +263,13 @@ def fp8_linear(
     wgrad = weight.requires_grad and torch.is_grad_enabled()
     rows = x if x.dim() == 2 else rows_by_columns(x)
     dgrad = x.requires_grad and torch.is_grad_enabled()
-    if scaled is not None and x.numel():
-        y = ScaledLinear.apply(rows, weight, bias, site, count, wgrad, scaled)[0]  # type: ignore[no-untyped-call]
-    else:
-        y = _Fp8Linear.apply(rows, weight, bias, site, count, dgrad, wgrad, how)[0]  # type: ignore[no-untyped-call]
+    try:
+        if scaled is not None and x.numel():
+            y = ScaledLinear.apply(rows, weight, bias, site, count, wgrad, scaled)[0]  # type: ignore[no-untyped-call]
+        else:
+            y = _Fp8Linear.apply(rows, weight, bias, site, count, dgrad, wgrad, how)[0]  # type: ignore[no-untyped-call]
+    except NotImplementedError as error:
+        raise refused_forward_mode(error) from None
     if count and how.gemms[0] and y.requires_grad and not torch.compiler.is_compiling():
         plan = plan_of(site)
         if plan is not None and plan.canary.turn and (first := int(site) & 0xFFFFFFFF) in plan.canary.turn:
@@ -317,6 +324,8 @@ def observed(module: nn.Linear, x: Tensor, y: Tensor, site: Tensor) -> Tensor:
     observe(weight.detach(), site, WEIGHT, True, False)
     look_at_output(y.detach(), site, INPUT, False)
     if y.requires_grad:
+        if torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+            return y  # the compiler takes no autograd.Function inside of torch.func: gradients stay unseen
         out: Tensor = _ObserveOutput.apply(y, site, x.requires_grad, wgrad)  # type: ignore[no-untyped-call]
         return out
     return y

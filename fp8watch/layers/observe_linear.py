@@ -21,6 +21,7 @@ from fp8watch.layers.custom_ops import (
     plan_of,
     rows_by_columns,
 )
+from fp8watch.layers.vmap_rules import batch_in_rows
 from fp8watch.observer.observation_plan import ObservationPlan
 from fp8watch.observer.pass_counter import graph_task
 from fp8watch.observer.site_rows import GRAD_OUTPUT, INPUT, WEIGHT
@@ -73,6 +74,7 @@ def _observe_now(
 
 
 observe = torch.library.custom_op("fp8watch::observe", mutates_args=())(_observe)
+observe.register_vmap(batch_in_rows(observe))
 
 
 @observe.register_fake

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fp8watch.layers.custom_ops import is_eager, lookup, quantize_dequantize, run_operand, runs_now
 from fp8watch.layers.operand_check import hold_kept
+from fp8watch.layers.vmap_rules import one_by_one
 from fp8watch.numerics.formats import number_format
 from fp8watch.quantize.self_consistency import Reads
 
@@ -89,6 +90,7 @@ def _dequantize_kept(codes: Tensor, scale_inv: Tensor, site: Tensor, operand: in
 
 
 dequantize_kept_op = torch.library.custom_op("fp8watch::dequantize_kept", mutates_args=())(_dequantize_kept)
+dequantize_kept_op.register_vmap(one_by_one(dequantize_kept_op))
 
 
 @dequantize_kept_op.register_fake

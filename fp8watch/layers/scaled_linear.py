@@ -18,6 +18,7 @@ from fp8watch.kernels.scaled_mm import Codes
 from fp8watch.layers.autograd_signature import signature_known
 from fp8watch.layers.custom_ops import look_at_output, quantize_codes
 from fp8watch.layers.double_backward import once_only
+from fp8watch.layers.vmap_rules import refuse_vmap
 from fp8watch.observer.site_rows import GRAD_OUTPUT, INPUT, WEIGHT
 
 Formats = tuple[torch.dtype, torch.dtype, torch.dtype]
@@ -27,6 +28,8 @@ Formats = tuple[torch.dtype, torch.dtype, torch.dtype]
 @signature_known
 class ScaledLinear(torch.autograd.Function):
     """y = x·wᵀ + b from codes."""
+
+    vmap = staticmethod(refuse_vmap)
 
     @staticmethod
     def forward(

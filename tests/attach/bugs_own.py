@@ -12,7 +12,26 @@ _H = "tests/attach/test_tied_heads.py::"
 _P = "tests/attach/test_probes.py::"
 _RANKS = "tests/attach/test_tensor_parallel.py::test_each_rank_observes_its_part_and_no_number_changes"
 _HEAD_SEEN = f"{_H}test_a_product_with_the_embedding_is_looked_at_and_changes_nothing"
+_VMAP = "tests/attach/test_vmap.py::"
 OWN_BUGS = [
+    Bug("vmap's samples are rows", "vmap_rules:batch_in_rows", "op(of_sample.flatten(0, 1), site, operand, *rest)",
+        "op(of_sample[0], site, operand, *rest)",
+        f"{_VMAP}test_per_sample_gradients_are_those_of_the_model_and_the_samples_are_rows"),
+    Bug("a batch along another dim is found", "vmap_rules:batch_in_rows", "x.movedim(in_dims[0], 0)", "x",
+        f"{_VMAP}test_per_sample_gradients_are_those_of_the_model_and_the_samples_are_rows"),
+    Bug("each weight of an ensemble is looked at", "vmap_rules:batch_in_rows", "of_sample.unbind()", "of_sample[:1].unbind()",
+        f"{_VMAP}test_weights_of_an_ensemble_are_looked_at_one_by_one"),
+    Bug("a loss of each sample is their mean", "vmap_rules:mean_of_batch", ".mean(dim=0)", ".sum(dim=0)",
+        f"{_VMAP}test_a_loss_of_each_sample_is_noted_as_their_mean"),
+    Bug("vmap over an op that computes is one result a sample", "vmap_rules:one_by_one",
+        "_sample(a, dim, i)", "_sample(a, dim, 0)", f"{_VMAP}test_a_jacobian_of_the_fp8_path_is_that_of_its_rows"),
+    Bug("the FP8 path refuses vmap in words", "fp8_linear:_Fp8Linear", "vmap = staticmethod(refuse_vmap)", "pass",
+        f"{_VMAP}test_the_fp8_path_refuses_what_it_cannot_do_with_the_remedy"),
+    Bug("a compiled transform is left alone", "fp8_linear:observed",
+        "if torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():", "if False:",
+        f"{_VMAP}test_a_compiled_transform_is_that_of_the_model"),
+    Bug("the FP8 path refuses forward mode in words", "vmap_rules:refused_forward_mode", 'if "forward mode" not in str(error):',
+        "if True:", f"{_VMAP}test_the_fp8_path_refuses_what_it_cannot_do_with_the_remedy"),
     Bug("what is announced and silent is on the page", "server/fp8watch_server/pages/coverage.py",
         '"silent": left_out(facts.get("silent"))[:NUM_LEFT_OUT],', '"silent": [],',
         "tests/integration/test_whole_way.py::test_a_class_that_cannot_be_read_and_a_module_never_called_are_on_the_page"),

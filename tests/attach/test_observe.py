@@ -146,7 +146,6 @@ def test_a_first_forward_in_inference_mode_spoils_nothing(attach, mlp, train, re
     assert len(watch._recorder.step(1)[1]) == 11
 
 
-@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
 def test_observing_lets_per_sample_gradients_and_nested_tensors_pass(attach):
     model = torch.nn.Sequential(torch.nn.Linear(32, 32))
     twin = copy.deepcopy(model)
