@@ -3,7 +3,9 @@
 Shapes:     any, unchanged     Thread: autograd's
 
 A rounded operand has no derivative of use. Without a word, a gradient penalty would lose the part of its gradient that
-goes through the quantised operands, and nobody would see it.
+goes through the quantised operands, and nobody would see it. What is refused is reached from all that the gradient was made of: the
+gradient of the output, and, by an output of the forward that nothing else reads, input and weight. `torch.autograd.grad` of some of
+them alone would come by no other way, and be given zeros or the rest.
 """
 
 from __future__ import annotations
@@ -12,10 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-_ANCHOR = torch.zeros((), dtype=torch.float32, device="cpu", requires_grad=True)
-"""What makes autograd follow a gradient although nothing that it was made from requires one."""
-
 
 _REFUSAL = (
     "the gradient of a Linear that computes in FP8 is differentiated again (create_graph=True, nested torch.func.grad): "
@@ -27,7 +25,7 @@ class _Once(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(grad: Tensor, anchor: Tensor) -> Tensor:
+    def forward(grad: Tensor, *made_of: Tensor) -> Tensor:
         alias: Tensor = torch.ops.aten._unsafe_view.default(grad, grad.shape)
         return alias
 
@@ -40,8 +38,13 @@ class _Once(torch.autograd.Function):
         raise RuntimeError(_REFUSAL)
 
 
-def once_only(grad: Tensor | None) -> Tensor | None:
+def once_only(grad: Tensor | None, *made_of: Tensor) -> Tensor | None:
     """The gradient itself; where a graph of the backward is made, one that refuses to be differentiated.
+
+    Args:
+        grad: of an input or a weight.
+        made_of: the gradient of the output, and an output of the forward that is differentiable, is read by nothing, and was saved: by
+            it, input and weight are reached. Under a compiler no graph of a backward is made, and it may be marked as the others are.
 
     Raises:
         RuntimeError: transforms of torch.func are nested, whose outer one would differentiate it.
@@ -50,5 +53,5 @@ def once_only(grad: Tensor | None) -> Tensor | None:
         return grad
     if len(torch._C._functorch.get_interpreter_stack() or ()) > 1:
         raise RuntimeError(_REFUSAL)
-    refused: Tensor = _Once.apply(grad, _ANCHOR)  # type: ignore[no-untyped-call]
+    refused: Tensor = _Once.apply(grad, *made_of)  # type: ignore[no-untyped-call]
     return refused

@@ -41,7 +41,7 @@ class _ExpertLinear(torch.autograd.Function):
         site: Tensor,
         count: bool,
         wgrad: bool,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         plan, first = lookup(site)
         x = quantise_rows(
             plan, first, INPUT, x_SK, of, count=count, rowwise=True, columnwise=wgrad, codes=True
@@ -54,15 +54,17 @@ class _ExpertLinear(torch.autograd.Function):
         if count and plan.step.sample.any_outputs and not in_backward():
             plan.guard.run("output", note_gemm_output, plan, first, _counted(y, of), INPUT, False)
         kept = x.column if isinstance(x.column, Kept) else (None, None)
-        ctx.save_for_backward(*kept, *weights[1].kept, site)
+        token = y.new_empty((0,))  # by it `once_only` reaches x and w
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*kept, *weights[1].kept, site, token)
         ctx.of, ctx.count, ctx.wgrad, ctx.column_groups = of, count, wgrad, x.column_groups
         ctx.weights = weights[1]._replace(kept=None)  # type: ignore[arg-type]
         ctx.dtypes, ctx.shape_of_w = (x_SK.dtype, w.dtype), w.shape
-        return y
+        return y, token
 
     @staticmethod
-    def backward(ctx: Any, grad_SN: Tensor) -> tuple[Tensor | None, ...]:
-        xc, xc_scale, w_data, w_scale, site = ctx.saved_tensors
+    def backward(ctx: Any, grad_SN: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        xc, xc_scale, w_data, w_scale, site, token = ctx.saved_tensors
         plan, first = lookup(site)
         x_dtype, w_dtype = ctx.dtypes
         dgrad, wgrad = ctx.needs_input_grad[0], ctx.needs_input_grad[1] and ctx.wgrad
@@ -92,7 +94,8 @@ class _ExpertLinear(torch.autograd.Function):
                         _hold_wgrad(plan, first, dw, g.column, x, ctx.of, ctx.column_groups)
                 if looks:
                     plan.guard.run("output", note_gemm_output, plan, first, dw, GRAD_OUTPUT, True)
-        return once_only(dx), once_only(dw), None, None, None, None, None
+        made_of = grad_SN, token
+        return once_only(dx, *made_of), once_only(dw, *made_of), None, None, None, None, None
 
 
 def _hold(
@@ -177,7 +180,7 @@ def expert_linear(x_SK: Tensor, w: Tensor, gemm: Gemm, site: Tensor, *, count: b
             plan, first, lies, transposed=transposed, number=number, later=later, of=one, look=count
         )
     with torch.autocast(x_SK.device.type, enabled=False):
-        y: Tensor = _ExpertLinear.apply(x_SK, w, gemm.of, weights, site, count, wgrad)  # type: ignore[no-untyped-call]
+        y: Tensor = _ExpertLinear.apply(x_SK, w, gemm.of, weights, site, count, wgrad)[0]  # type: ignore[no-untyped-call]
     return y
 
 

@@ -126,7 +126,9 @@ class _Fp8Linear(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         x, weight, bias, site, count, dgrad, wgrad, how = inputs
         _, of_dgrad, of_wgrad = how.gemms
-        ctx.mark_non_differentiable(*output[1:])
+        _, xc, _, *rest = output  # by the third `once_only` reaches x and weight
+        ctx.mark_non_differentiable(*(output[1:] if torch.compiler.is_compiling() else (xc, *rest)))
+        ctx.set_materialize_grads(torch.compiler.is_compiling())
         ctx.save_for_backward(
             *output[1:], site, weight if dgrad and not of_dgrad else None, x if wgrad and not of_wgrad else None
         )
@@ -166,7 +168,8 @@ class _Fp8Linear(torch.autograd.Function):
         if bias_dtype is not None and ctx.needs_input_grad[2]:
             with torch.autocast(grad_MN.device.type, enabled=False):
                 db = grad_MN.sum(dim=0, dtype=torch.float32).to(bias_dtype)
-        return once_only(dx), once_only(dw), db, None, None, None, None, None
+        made_of = grad_MN, xc_scale
+        return once_only(dx, *made_of), once_only(dw, *made_of), db, None, None, None, None, None
 
 
 # torch asks for it in each call, and makes it anew where nobody left it: a third of a percent of a small model's step

@@ -53,7 +53,9 @@ class ScaledLinear(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         x, weight, bias, site, count, wgrad, formats = inputs
-        ctx.mark_non_differentiable(*output[1:])
+        _, xc, _, *rest = output  # by the third `once_only` reaches x and weight
+        ctx.mark_non_differentiable(*(output[1:] if torch.compiler.is_compiling() else (xc, *rest)))
+        ctx.set_materialize_grads(torch.compiler.is_compiling())
         ctx.save_for_backward(*output[1:], site)
         ctx.count, ctx.wgrad, ctx.formats = count, wgrad, formats
         ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
@@ -83,7 +85,8 @@ class ScaledLinear(torch.autograd.Function):
         if bias_dtype is not None and ctx.needs_input_grad[2]:
             with torch.autocast(grad_MN.device.type, enabled=False):
                 db = grad_MN.sum(dim=0, dtype=torch.float32).to(bias_dtype)
-        return once_only(dx), once_only(dw), db, None, None, None, None
+        made_of = grad_MN, xc_scale
+        return once_only(dx, *made_of), once_only(dw, *made_of), db, None, None, None, None
 
 
 def _codes(data: Tensor, scale_inv: Tensor, dtype: torch.dtype) -> Codes:

@@ -12,6 +12,7 @@ _H = "tests/attach/test_tied_heads.py::"
 _P = "tests/attach/test_probes.py::"
 _RANKS = "tests/attach/test_tensor_parallel.py::test_each_rank_observes_its_part_and_no_number_changes"
 _HEAD_SEEN = f"{_H}test_a_product_with_the_embedding_is_looked_at_and_changes_nothing"
+_TWICE = "tests/attach/test_double_backward.py::"
 _VMAP = "tests/attach/test_vmap.py::"
 OWN_BUGS = [
     Bug("vmap's samples are rows", "vmap_rules:batch_in_rows", "op(of_sample.flatten(0, 1), site, operand, *rest)",
@@ -27,6 +28,12 @@ OWN_BUGS = [
         "_sample(a, dim, i)", "_sample(a, dim, 0)", f"{_VMAP}test_a_jacobian_of_the_fp8_path_is_that_of_its_rows"),
     Bug("the FP8 path refuses vmap in words", "fp8_linear:_Fp8Linear", "vmap = staticmethod(refuse_vmap)", "pass",
         f"{_VMAP}test_the_fp8_path_refuses_what_it_cannot_do_with_the_remedy"),
+    Bug("a second derivative is refused by way of the output's gradient", "fp8_linear:_Fp8Linear.backward", "made_of = grad_MN, xc_scale", "made_of = (xc_scale,)",
+        f"{_TWICE}test_a_second_derivative_is_refused_for_some_tensors_as_for_all"),
+    Bug("a second derivative is refused by way of what went in", "fp8_linear:_Fp8Linear.backward", "made_of = grad_MN, xc_scale", "made_of = (grad_MN,)",
+        f"{_TWICE}test_a_second_derivative_is_refused_for_some_tensors_as_for_all"),
+    Bug("a second derivative of experts is refused", "expert_linear:_ExpertLinear.backward", "made_of = grad_SN, token", "made_of = (token.detach(),)",
+        f"{_TWICE}test_of_experts_too"),
     Bug("a compiled transform is left alone", "fp8_linear:observed",
         "if torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():", "if False:",
         f"{_VMAP}test_a_compiled_transform_is_that_of_the_model"),

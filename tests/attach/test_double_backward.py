@@ -1,0 +1,112 @@
+"""A gradient that is differentiated again is refused, by whatever way its second derivative is asked for."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from attach.test_expert_gemms import Experts, K, seeded
+from torch import nn
+from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
+
+REFUSED = r"differentiated again .*filter_fn.*recipe='observe'"
+
+
+def chain():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 64))
+
+
+def maml(model, x, parameters):
+    slopes = torch.autograd.grad(model(x).square().mean(), parameters, create_graph=True)
+    moved = {name: p - 0.1 * g for (name, p), g in zip(model.named_parameters(), slopes, strict=True)}
+    return torch.autograd.grad(functional_call(model, moved, (x,)).square().mean(), parameters)
+
+
+def penalty_of_parameters(model, x, parameters):
+    z = x.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(model(z).square().sum(), z, create_graph=True)
+    return torch.autograd.grad(slope.square().sum(), parameters)
+
+
+def penalty_of_inputs(model, x, parameters):
+    z = x.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(model(z).square().sum(), z, create_graph=True)
+    return torch.autograd.grad(slope.square().sum(), z)
+
+
+def hessian_times_a_vector(model, x, parameters):
+    slopes = torch.autograd.grad(model(x).square().mean(), parameters, create_graph=True)
+    return torch.autograd.grad(slopes, parameters, [torch.ones_like(g) for g in slopes])
+
+
+def weight_of_a_loss(model, x, parameters):
+    """As GradNorm: what a factor of the loss does to the norm of a gradient."""
+    factor = torch.ones((), requires_grad=True)
+    (slope,) = torch.autograd.grad(factor * model(x).square().mean(), parameters[2], create_graph=True)
+    return torch.autograd.grad(slope.norm(), factor)
+
+
+def of_the_input_alone(model, x, parameters):
+    """The gradient of the output is a constant: only the input leads to the weight's gradient."""
+    z = x.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(model[2](z @ torch.ones(64, 128)).sum(), model[2].weight, create_graph=True)
+    return torch.autograd.grad(slope.square().sum(), z)
+
+
+def under_checkpoints(model, x, parameters):
+    z = x.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(checkpoint(model, z, use_reentrant=False).square().sum(), z, create_graph=True)
+    return torch.autograd.grad(slope.square().sum(), parameters)
+
+
+WAYS = (
+    maml, penalty_of_parameters, penalty_of_inputs, hessian_times_a_vector, weight_of_a_loss, of_the_input_alone, under_checkpoints,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("recipe", ["blockwise", "current"])
+def test_a_second_derivative_is_refused_for_some_tensors_as_for_all(attach, way, recipe):
+    model, x = chain(), torch.randn(8, 64, generator=torch.Generator().manual_seed(1))
+    parameters = list(model.parameters())
+    want = way(model, x, parameters)
+    assert all(t.isfinite().all() for t in want)
+    attach(model, recipe=recipe)
+    with pytest.raises(RuntimeError, match=REFUSED):
+        way(model, x, parameters)
+
+
+def test_of_experts_too(attach):
+    model = seeded(lambda: nn.ModuleDict({"experts": Experts()}))
+    attach(model, recipe="blockwise")
+    x, ids = torch.randn(9, K), torch.arange(9) % 3
+    for of_input in (False, True):
+        x.requires_grad_(of_input)
+        parameters = list(model.parameters())
+        by = x if of_input else parameters[0]
+        (slope,) = torch.autograd.grad(model["experts"](x, ids).pow(2).sum(), by, create_graph=True)
+        with pytest.raises(RuntimeError, match=REFUSED):
+            torch.autograd.grad(slope.square().sum(), parameters[0], allow_unused=True)
+
+
+def test_graphs_of_graphs_that_nobody_differentiates_cost_nothing(attach):
+    """Optimizers of second order ask for create_graph=True; what is not differentiated again is as it was, and goes with its graph."""
+    model, x = chain(), torch.randn(8, 64)
+    attach(model)
+    model(x).square().mean().backward()
+    want = [p.grad.clone() for p in model.parameters()]
+    got = torch.autograd.grad(model(x).square().mean(), list(model.parameters()), create_graph=True)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    y = model(x.requires_grad_())
+    node = weakref.ref(y.grad_fn.next_functions[0][0])
+    assert "Fp8Linear" in type(node()).__name__
+    del y, got
+    gc.disable()
+    try:
+        assert node() is None  # without the collector: nothing holds itself
+    finally:
+        gc.enable()
