@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from torch import Tensor, nn
 
+from fp8watch.integrations.opacus import lend_rules
 from fp8watch.integrations.te_modules import TeModule
 from fp8watch.integrations.te_tensors import QuantizedView
 from fp8watch.integrations.te_turns import TeTurns
@@ -58,6 +59,7 @@ def put_on_sites(
         else:
             site = custom_ops.site_tensor(plan, first)
             take_over(module, site, observe_only=recipe.observe_only, how=layout(recipe), scaled=scaled)
+    plan.guard.run("opacus", lend_rules, [module for _, module in linears])
     return len(plan.sites.foreign)
 
 

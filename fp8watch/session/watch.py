@@ -249,7 +249,7 @@ class Watch:
                 self.guard.run("replaced", self._replaced.look)
             if cycle.num_closed in LATE:
                 self._tell(self.guard.run("late", self._late, cycle.num_closed) or {})
-            if self._stuck:
+            if self._stuck and status is not StepStatus.ABORTED:  # by hand or by an optimizer
                 self._stuck = ""
                 self._tell({STUCK_FACT: ""})
 

@@ -6,6 +6,8 @@ from support.planted import Bug
 
 A = "tests/attach"
 DEFAULT_BUGS = [
+    Bug("that no step ended stays said at the end", "watch:Watch._close", "if self._stuck and status is not StepStatus.ABORTED:", "if self._stuck:",
+        "tests/attach/test_step_owner.py::test_that_no_step_ended_stays_said_when_training_is_over"),
     Bug("weights are hashed in their turn", "observation_plan:ObservationPlan._hash",
         "step.sample.hashes[row] and ", "",
         f"{A}/test_weight_hash.py::test_weights_are_hashed_as_the_gemm_reads_them_in_their_steps"),

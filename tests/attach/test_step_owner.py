@@ -217,6 +217,20 @@ def test_that_no_step_ends_is_said_once_and_unsaid_when_one_does(attach, capsys)
     assert "no step has ended" not in capsys.readouterr().err
 
 
+def test_that_no_step_ended_stays_said_when_training_is_over(attach):
+    """The end of the watch ends the step that nobody has ended, and that is none that was seen."""
+    m = model()
+    optimizer = Own(m.parameters())
+    watch = attach(m, recipe="observe")
+    for _ in range(25):
+        forward_backward(m)
+        optimizer.step()
+    watch.detach()
+    assert watch.summary()["num_steps"] == 1
+    assert "no step has ended" in watch.summary()["steps"]
+    assert "watch.step()" in watch._recorder.facts["no_step_ended"]
+
+
 def test_a_model_that_never_runs_while_a_copy_is_trained_is_said_once_and_unsaid_when_it_runs(attach, capsys):
     m = model()
     watch = attach(m, recipe="observe")

@@ -6,6 +6,7 @@ from support.planted import Bug
 
 TOLD = "tests/detect/test_told_by_its_cause.py"
 PLACE = "tests/incidents/test_at_its_place.py"
+JUMPS = "tests/detect/test_jumps_explained.py"
 APART = "tests/detect/test_kept_apart.py"
 ZEROS = "tests/detect/test_weight_zeros.py"
 
@@ -111,8 +112,8 @@ TOLD_BY_CAUSE = [
     Bug(
         "a loss that scatters by a factor and stays up by less than its jumps",
         "bad_batch.level:LossLevel.observe",
-        "if jumped and held else",
-        "if jumped else",
+        "if jumped and held:",
+        "if jumped:",
         f"{TOLD}::test_a_loss_that_scatters_by_a_factor_and_stays_up_is_told",
     ),
     Bug(
@@ -219,6 +220,55 @@ TOLD_BY_CAUSE = [
         " and jump.small_loss",
         "",
         f"{APART}::test_a_loss_that_jumps_on_a_batch_that_was_there_before_is_not_of_the_inputs",
+    ),
+    Bug(
+        "weights that were written explain a jump",
+        "families.loss_jump:LossJumps.observe",
+        "seen_before, written",
+        "seen_before, None",
+        f"{JUMPS}::test_a_loss_that_jumps_where_weights_were_written_is_not_of_the_data",
+    ),
+    Bug(
+        "what writes weights every few steps explains nothing",
+        "families.loss_jump:LossJumps._notice_written",
+        "if 0 <= last and",
+        "if False and",
+        f"{JUMPS}::test_weights_that_are_written_every_few_steps_explain_nothing",
+    ),
+    Bug(
+        "a little jump of what is learnt by heart is information",
+        "families.loss_jump:_finding",
+        "(jump.learnt and jump.seen_before is None) or ",
+        "",
+        f"{JUMPS}::test_a_little_jump_of_a_loss_that_is_next_to_nothing_is_information",
+    ),
+    Bug(
+        "a large jump of what is learnt by heart is a warning",
+        "families.loss_jump:LossJumps.observe",
+        "LITTLE * self._first",
+        "99 * self._first",
+        f"{JUMPS}::test_a_little_jump_of_a_loss_that_is_next_to_nothing_is_information",
+    ),
+    Bug(
+        "losses before an LR that fell at once are no level",
+        "bad_batch.level:LossLevel.observe",
+        "fell == ctx.now.step",
+        "False",
+        f"{JUMPS}::test_losses_of_a_search_for_an_lr_are_no_level_for_those_behind_it",
+    ),
+    Bug(
+        "a loss that is up when it is judged first has not jumped",
+        "families.loss_jump:LossJumps._begins",
+        "            self._left = True\n        if self._left:",
+        "            return None\n        if self._left:",
+        f"{JUMPS}::test_losses_of_a_search_for_an_lr_are_no_level_for_those_behind_it",
+    ),
+    Bug(
+        "losses of a jump that came back are no level",
+        "bad_batch.level:LossLevel.observe",
+        "if len(counts) == num_last and",
+        "if False and",
+        f"{JUMPS}::test_a_little_jump_of_a_loss_that_is_next_to_nothing_is_information",
     ),
     Bug(
         "parameters that begin to train are no odd batch",

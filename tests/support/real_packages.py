@@ -82,6 +82,7 @@ STACKS = Room(
         "megatron": 8.0,
         "mirrors": 8.0,
         "names": 4.0,
+        "opacus": 4.0,
         "roles": 10.0,
         "sharded": 30.0,
         "torchtitan": 40.0,
@@ -99,6 +100,7 @@ STACKS = Room(
         "tensorboard": 4.0,
         "wandb": 5.0,
         "mlflow-skinny": 4.0,
+        "opacus": 8.0,
     },
     needs=needs(REQUIREMENTS.read_text()),
     files={

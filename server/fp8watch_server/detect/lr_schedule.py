@@ -21,6 +21,9 @@ AFTER_RISE_STEPS = 20
 class Schedule:
     """The LR of one run."""
 
+    fallen_step: int | None = None
+    """In which it fell at once, to a third and less. A state that was saved before has none."""
+
     def __init__(self, warmup_steps: float, after_lr_warmup_steps: float) -> None:
         self._warmup_steps, self._after = warmup_steps, after_lr_warmup_steps
         self._lr = Baseline(1)
@@ -53,6 +56,8 @@ class Schedule:
         last, usual, peak = self._last_lr, self.usual_lr, self._peak
         self._last_lr = lr
         rising = last is not None and lr > last
+        if last is not None and lr * LR_JUMP <= last:
+            self.fallen_step = step
         leap = rising and last is not None and lr >= LR_JUMP * last and int(self._lr.count[0]) >= 4
         if self._climbed(step, lr, rising=rising, leap=leap):
             return

@@ -7,7 +7,7 @@ Told when it is over: until then a bad batch and the beginning of a divergence l
 a median that the jump does not move, and the gradient norm must jump as well. What the data did is said of inputs that
 were measured, each with its step; an input that leaped is another cause, which `outlier` tells. Where most inputs moved,
 weights did it or what enters the model did: it is told where the input of the first GEMM moved as well. Where the batch was there
-before, bit for bit, it is not the batch; where modules have just begun to train, it is that. A learning rate that leaped, or was climbing out of its range, at or right before the jump is the cause, and then it is mode 13, optimizer-divergence.
+before, bit for bit, it is not the batch; where modules have just begun to train, or weights were written, it is that. A learning rate that leaped, or was climbing out of its range, at or right before the jump is the cause, and then it is mode 13, optimizer-divergence.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from fp8watch_agent.batch_names import HASH
 from fp8watch_agent.record import Measured
+from fp8watch_agent.training_names import WEIGHTS_CHANGED, WEIGHTS_LOOKED
 from fp8watch_server.detect.baseline import MAD_TO_SIGMA
 from fp8watch_server.detect.context import Context
 from fp8watch_server.detect.cross_rank_step import CrossRankStep, measured
@@ -46,6 +47,11 @@ KEPT = 64
 """Batches that are looked back."""
 NEARLY_NOTHING = 0.05
 """Of the first loss: what is drawn anew in each step, as dropout is, scatters a loss that is so small by its multiples."""
+LEARNT, LITTLE = 0.02, 0.15
+"""Of the first loss, the usual one and the height of a jump: the data are learnt by heart, and one row of a batch that is not is a
+jump by multiples."""
+WRITTEN_BEFORE = 8
+"""Steps in which no weight was written before: what writes them every few steps is no news."""
 UNFROZEN_SHARE = 0.25
 """Of all sites of gradients, that have their first one: parameters began to train. An expert's first tokens are fewer."""
 SIZES = 16
@@ -86,6 +92,8 @@ class _Jump:
     seen_before: int | None = None  # step that had its batch, bit for bit
     small_loss: bool = False  # even at its height, beside the first of the run
     unfrozen: tuple[int, int, int] | None = None  # step of the first gradients of sites, how many, of how many
+    written: tuple[int, int] | None = None  # weights that were written before this step, of those looked at
+    learnt: bool = False  # the usual loss is next to nothing, and the jump is little
 
 
 class LossJumps(Detector):
@@ -105,6 +113,8 @@ class LossJumps(Detector):
     _unfrozen: tuple[int, int, int] | None = None
     _first: float | None = None
     """The first loss of the run."""
+    _written: int = -1
+    """Step before which weights were written last, by anything but an optimizer."""
 
     def __init__(self, num_sites: int = 0) -> None:
         self._jump: _Jump | None = None
@@ -133,11 +143,12 @@ class LossJumps(Detector):
             return []
         small, seen_before = self._small(ctx), self._seen_before(ctx)
         self._notice_unfrozen(ctx)
+        written = self._notice_written(ctx)
         self._first = loss if self._first is None else self._first
         if self._jump is None:
             self._jump = self._begins(ctx, loss, grad_norm)
             if self._jump is not None:
-                self._jump.small, self._jump.seen_before = small, seen_before
+                self._jump.small, self._jump.seen_before, self._jump.written = small, seen_before, written
                 if self._unfrozen is not None and ctx.now.step - self._unfrozen[0] <= LR_BEFORE:
                     self._jump.unfrozen = self._unfrozen
             return []
@@ -154,6 +165,7 @@ class LossJumps(Detector):
             return []
         self._jump = None
         jump.small_loss = 0 < jump.loss < NEARLY_NOTHING * self._first
+        jump.learnt = jump.usual < LEARNT * self._first and 0 < jump.loss < LITTLE * self._first
         if back and not _norm_jumped(jump, ctx.limit):
             return []
         told = _finding(ctx.now, jump, back=back)
@@ -194,6 +206,16 @@ class LossJumps(Detector):
         if ctx.warm and len(new) > UNFROZEN_SHARE * len(self._with_gradient):
             self._unfrozen = (ctx.now.step, len(new), known + len(new))
 
+    def _notice_written(self, ctx: Context) -> tuple[int, int] | None:
+        """(weights that something wrote between the optimizer's last step and this one, of those looked at), where that is news."""
+        logs = next((logs for view in ctx.now.views if (logs := view.logs()).get(WEIGHTS_CHANGED)), None)
+        if logs is None:
+            return None
+        last, self._written = self._written, ctx.now.step
+        if last >= 0 and ctx.now.step - last <= WRITTEN_BEFORE:
+            return None
+        return int(logs[WEIGHTS_CHANGED]), int(logs.get(WEIGHTS_LOOKED, 0))
+
     def cut_off(self, now: CrossRankStep, limit: Limits) -> list[Finding]:
         """Values broke while a jump was open: it began before them, and is told as far as it was seen."""
         jump, self._jump = self._jump, None
@@ -202,7 +224,7 @@ class LossJumps(Detector):
         return _finding(now, jump, back=False, cut=True)
 
     def _begins(self, ctx: Context, loss: float, grad_norm: float | None) -> _Jump | None:
-        if not ctx.warm or int(ctx.base.loss.count[0]) < ctx.limit.min_baseline_steps:
+        if int(ctx.base.loss.count[0]) < ctx.limit.min_baseline_steps:
             return None
         usual = float(ctx.base.loss.median()[0])
         spread = float(ctx.base.loss.spread(SIGMA_FLOOR_SHARE * abs(usual))[0])
@@ -210,6 +232,8 @@ class LossJumps(Detector):
         if loss - usual <= far or loss - usual <= _of_skewed(ctx.base.loss.ordered()[0], usual):
             self._left = False
             return None
+        if not ctx.warm:  # where it is up when statistics begin to judge, it did not jump there
+            self._left = True
         if self._left:
             return None
         usual_norm = float(ctx.base.grad_norm.median()[0])
@@ -289,6 +313,8 @@ def _finding(now: CrossRankStep, jump: _Jump, *, back: bool, cut: bool = False) 
     if jump.unfrozen is not None:
         at, num, of = jump.unfrozen
         evidence.append(Evidence("first_gradients", num, of - num, "sites", at))
+    elif jump.written is not None:
+        evidence.append(Evidence("weights_changed", jump.written[0], 0, f"of {jump.written[1]} looked at", jump.step))
     elif jump.seen_before is not None:
         evidence.append(Evidence("batch_of_step", jump.seen_before, None, "step", jump.step))
     if jump.small is not None:
@@ -307,7 +333,8 @@ def _finding(now: CrossRankStep, jump: _Jump, *, back: bool, cut: bool = False) 
         "shift": not back and not cut,
         "cut": now.step if cut else None,
         "small_loss": jump.small_loss,
-        "jump_of": "unfrozen" if jump.unfrozen is not None else "same batch" if jump.seen_before is not None else None,
+        "learnt": jump.learnt and jump.seen_before is None,
+        "jump_of": _why(jump),
         "inputs": None
         if inputs is None
         else {"ordinary": inputs.ordinary, "octaves": inputs.octaves, "site": inputs.site, "entered": inputs.entered},
@@ -322,8 +349,17 @@ def _finding(now: CrossRankStep, jump: _Jump, *, back: bool, cut: bool = False) 
     verdict = "shared" if healthy and known and not cut else "unknown"
     scatters = jump.seen_before is not None and jump.small_loss
     brief = after <= BRIEF_STEPS and (scatters or jump.loss < BRIEF_RATIO * jump.usual)
-    notice = about["shift"] or (back and (brief or jump.small is not None or jump.unfrozen is not None))
+    notice = about["shift"] or (
+        back
+        and (brief or (jump.learnt and jump.seen_before is None) or jump.small is not None or jump.unfrozen is not None)
+    )
     return [_of_run(now, "bad-batch", "info" if notice else "warning", evidence, verdict, about)]
+
+
+def _why(jump: _Jump) -> str | None:
+    if jump.unfrozen is not None:
+        return "unfrozen"
+    return "written" if jump.written is not None else "same batch" if jump.seen_before is not None else None
 
 
 def _of_run(

@@ -8,6 +8,7 @@ spikes sees it. The last losses are held against those before them, both without
 losses scatter too much for that, 24 against 48. The windows move along, so a loss that falls slower, or climbs over
 hundreds of steps, is none. What jumps further is told by `families.loss_jump`, but where losses scatter so much that it takes
 the jump for scatter, and goes on learning them.
+Where the LR falls at once, the losses before it say nothing of those behind: the end of a search for one, a step of a schedule.
 A fall is told where it is at once and twice as far: a batch that is repeated, labels that stand in the inputs.
 """
 
@@ -63,8 +64,8 @@ class LossLevel(Detector):
         loss = ctx.now.scalar("loss")
         if loss is None or not math.isfinite(loss):
             return []
-        leap = ctx.schedule.last_leap
-        if not ctx.clean or (leap is not None and ctx.now.step - leap[0] <= MOST):
+        leap, fell = ctx.schedule.last_leap, ctx.schedule.fallen_step
+        if not ctx.clean or fell == ctx.now.step or (leap is not None and ctx.now.step - leap[0] <= MOST):
             self.forget()
             return []
         self._losses = [*self._losses, loss][-MOST:]
@@ -95,8 +96,18 @@ class LossLevel(Detector):
             jumped = rose > max(ctx.limit.loss_jump_sigma * spread, ctx.limit.loss_jump_min * abs(usual))
             learned = self._num_learned[-num_last:]
             held = len(learned) < num_last or learned[-1] - learned[0] < num_last - 1
+            if jumped and held:
+                self.forget()
+                return []
+            # what a jump that came back has held up is no level: so many must stand there without it
+            counts = np.diff(np.array(self._num_learned[-num_last - 1 :])) > 0
+            if (
+                len(counts) == num_last
+                and np.count_nonzero(((last - usual) * np.sign(rose) > 0) & counts) < 0.85 * num_last
+            ):
+                continue
             self.forget()
-            return [] if jumped and held else [self._finding(ctx, usual, level, began, num_last)]
+            return [self._finding(ctx, usual, level, began, num_last)]
         return []
 
     @staticmethod

@@ -84,6 +84,13 @@ def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
             f"{norm} jumped at step {at} and {'stays' if took is None else f'came back within {took} steps'}. {num} sites had their first gradient at "
             f"step {began}, as where parameters are unfrozen: an optimizer that has no moments of them yet moves each by its whole learning rate. {inputs}.",
         )
+    if (written := next((e for e in f.evidence if e.field == "weights_changed"), None)) is not None:
+        took = evidence(f, "recovered_after")
+        return (
+            f"Loss jumped at step {at}, behind weights that were written: {usual} → {loss}",
+            f"{norm} jumped at step {at} and {'stays' if took is None else f'came back within {took} steps'}. Between the optimizer's last step and this "
+            f"one something wrote {number(written.value)} weights {written.unit}: a part that begins anew, a rollback, a load. {inputs}.",
+        )
     if f.extra.get("shift"):
         if (seen := evidence(f, "batch_of_step")) is not None:
             return (
@@ -120,6 +127,12 @@ def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
             f"Loss jumped at step {at}: {usual} → {loss}, and back, on the batch of step {seen}",
             f"{norm} jumped at step {at} and {back}. What entered the model is bit for bit the batch of step {seen}: it is not the inputs. "
             f"{scatter} {inputs}.",
+        )
+    if f.extra.get("learnt"):
+        return (
+            f"Loss jumped at step {at}: {usual} → {loss}, and back",
+            f"{norm} jumped at step {at} and {back}. The usual loss is under a fiftieth of the first of the run: where data are learnt by heart, "
+            f"one row of a batch that is not is such a jump. {inputs}.",
         )
     unlike = ": one batch was unlike the others" if known or entered else ""
     rows = next((e for e in f.evidence if e.field == "batch_rows"), None)
@@ -159,6 +172,11 @@ def fixes(p: Place) -> list[Fix]:
             ),
             Fix("code", "Clip the gradient norm at 1.0 over that step."),
         ]
+    if p.extra.get("jump_of") == "written":
+        return [
+            Fix("code", "Look at what runs between two optimizer steps: a load, a rollback, a re-initialisation, an average."),
+            Fix("code", "If a part was begun anew on purpose: nothing; a smaller learning rate for it makes the jump smaller."),
+        ]  # fmt: skip
     if p.extra.get("jump_of") == "same batch" and not p.extra.get("shift"):
         return [
             Fix(

@@ -1,0 +1,85 @@
+"""Jumps and levels of a loss that are of nothing in the data: weights that were written, data that are learnt, an LR that fell."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from detect.folded import Folded, fold
+from detect.play import play
+from detect.scenarios import Case
+from detect.trace import Trace, healthy
+
+from fp8watch_agent.training_names import MOMENTS_CHANGED, WEIGHTS_CHANGED, WEIGHTS_LOOKED
+from fp8watch_server.incidents.explain import explain
+
+AT, STEPS = 120, 180
+
+
+def told(t: Trace) -> list[Folded]:
+    return fold(play(Case([t], AT)), t.facts)
+
+
+def jumps(t: Trace, at: int, steps: int, by: float = 5.0) -> None:
+    t.steps["loss"][at : at + steps] += by
+    t.steps["grad_norm"][at : at + steps] = 12.0
+
+
+def written(t: Trace, *steps: int, moments: int = 4) -> None:
+    for name, value in ((WEIGHTS_CHANGED, 6), (MOMENTS_CHANGED, moments), (WEIGHTS_LOOKED, 40)):
+        t.logs[name] = np.full(STEPS, np.nan)
+        t.logs[name][list(steps)] = value
+
+
+@pytest.mark.parametrize("steps", [3, STEPS])
+def test_a_loss_that_jumps_where_weights_were_written_is_not_of_the_data(steps: int) -> None:
+    t = healthy(3, STEPS)
+    jumps(t, AT, steps)
+    written(t, AT)
+    [incident] = told(t)
+    assert (incident.mode, incident.severity) == ("bad-batch", "warning" if steps == 3 else "info")
+    words = explain(incident.named, t.facts)
+    assert f"at step {AT}, behind weights that were written" in words.title
+    assert "something wrote 6 weights of 40 looked at" in words.cause
+    assert "one batch" not in words.cause
+    assert "mixture" not in words.cause
+    assert "re-initialisation" in words.fix[0]["text"]
+
+
+def test_weights_that_are_written_every_few_steps_explain_nothing() -> None:
+    t = healthy(3, STEPS)
+    jumps(t, AT, 3)
+    written(t, *range(AT % 5, STEPS, 5), moments=0)
+    [incident] = [i for i in told(t) if i.mode == "bad-batch"]
+    assert "behind weights" not in explain(incident.named, t.facts).title
+
+
+def learnt(height: float, steps: int = 4) -> Trace:
+    """The loss of data that are learnt by heart; for some steps it is higher."""
+    t = healthy(3, STEPS)
+    rng = np.random.default_rng(5)
+    at = np.arange(STEPS)
+    t.steps["loss"] = (2.4 * np.exp(-at / 12) + 0.015) * np.exp(rng.normal(0, 0.25, STEPS))
+    t.steps["loss"][0] = 2.4
+    t.steps["loss"][AT : AT + steps] = height * np.array([0.7, 1.0, 0.8, 0.6, 0.7, 0.7, 0.6, 0.7])[:steps]
+    t.steps["grad_norm"][AT : AT + steps] = 12.0
+    return t
+
+
+@pytest.mark.parametrize(("height", "severity"), [(0.2, "info"), (2.0, "warning")])
+def test_a_little_jump_of_a_loss_that_is_next_to_nothing_is_information(height: float, severity: str) -> None:
+    t = learnt(height)
+    [incident] = told(t)
+    assert (incident.mode, incident.severity) == ("bad-batch", severity)
+    words = explain(incident.named, t.facts)
+    assert ("learnt by heart" in words.cause) == (severity == "info")
+    assert "stays" not in words.title  # the losses of a jump that came back are no level
+
+
+def test_losses_of_a_search_for_an_lr_are_no_level_for_those_behind_it() -> None:
+    t = healthy(3, STEPS)
+    smooth = 2.2 + 1.2 * np.exp(-np.arange(STEPS) / 60)
+    t.steps["loss"] = smooth + 0.1 * (t.steps["loss"] - t.steps["loss"].mean())
+    t.steps["lr"] = 1e-3
+    t.steps["lr"][:AT] = np.geomspace(1e-6, 0.1, AT)
+    t.steps["loss"][AT:] = 1.25 * t.steps["loss"][AT - 20]
+    assert told(t) == []
