@@ -89,6 +89,20 @@ TOLD_BY_CAUSE = [
         f"{TOLD}::test_inputs_that_shrink_together_while_weights_stand_are_told",
     ),
     Bug(
+        "a tensor that many layers read is one that shrinks",
+        "shrinking:_votes",
+        "np.unique(np.nan_to_num(seen), axis=0)",
+        "seen",
+        f"{TOLD}::test_an_input_that_most_layers_read_is_one_that_shrinks",
+    ),
+    Bug(
+        "what shrinks is counted among what is no copy",
+        "shrinking:_fell",
+        "sites, octaves, num, steps, votes, num_moving",
+        "sites, octaves, num, steps, int(steady.sum()), num_moving",
+        f"{TOLD}::test_three_inputs_that_shrink_are_told_with_those_who_read_them",
+    ),
+    Bug(
         "what falls at once does not shrink",
         "shrinking",
         "EACH_HALF = 0.25\n",

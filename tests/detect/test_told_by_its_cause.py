@@ -164,6 +164,30 @@ def test_inputs_that_shrink_together_while_weights_stand_are_told() -> None:
     assert "inputs shrink together" in explain(incident.first, t.facts).title
 
 
+def test_an_input_that_most_layers_read_is_one_that_shrinks() -> None:
+    """An embedding of time that each block of a U-Net is given, beside a few inputs that stand."""
+    t = healthy(3, STEPS)
+    shared, alone = t.mask("q_proj", "input") | t.mask("up_proj", "input"), t.mask(None, "input")
+    assert np.count_nonzero(shared) > 3
+    t.columns["measured"][:, alone & ~shared & ~t.mask("layers.0.mlp.down_proj")] = 0
+    same = np.flatnonzero(shared)
+    for name in ("amax_max", "amax_min_nonzero"):
+        t.columns[name][:, same] = t.columns[name][:, same[:1]]
+    t.grow(shared, np.log2(1 - 0.05) * since)
+    assert "shrinking" not in {f.extra.get("kind") for f in found_in(t)}
+
+
+def test_three_inputs_that_shrink_are_told_with_those_who_read_them() -> None:
+    t = healthy(3, STEPS)
+    t.grow(t.mask(None, "input"), np.log2(1 - 0.05) * since)
+    one, other = (t.mask(f"{name}_proj", "input", "rowwise") for name in "qk")
+    t.columns["amax_max"][:, other] = t.columns["amax_max"][:, one]
+    found = next(f for f in found_in(t) if f.extra.get("kind") == "shrinking")
+    num = {e.field: e.value for e in found.evidence}["shrinking_inputs"]
+    assert found.extra["num_sites"] > num >= 3
+    assert f"read at {found.extra['num_sites']} sites" in explain(found, t.facts).cause
+
+
 @pytest.mark.parametrize("operand", ["weight", "input"])
 def test_what_becomes_smaller_at_once_does_not_shrink(operand: str) -> None:
     t = healthy(3, STEPS)

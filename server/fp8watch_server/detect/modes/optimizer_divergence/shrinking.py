@@ -6,7 +6,8 @@ Thread:     detect worker
 Weight decay that is no longer multiplied by the learning rate takes a percent of every matrix in each step; where it reaches the
 gains of norms, which no quantiser reads, it is what they give that shrinks. Healthy models were seen to lose 0.013 octave of their
 weights and 0.075 of their inputs in sixteen steps; the limit is the one that holds for growth. What is replaced at once, as by other
-data or by averages of the weights, falls in one step and not in both halves of the window.
+data or by averages of the weights, falls in one step and not in both halves of the window. Most layers are a vote, and sites whose amax is
+the same in each step have one together: they read the same tensor, as all blocks of a U-Net do that are given one embedding of time.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ SLOW_STEPS, SLOW_ENDS = 16, 5
 EACH_HALF = 0.25
 """Share of the fall that lies in each half of the steps."""
 CONSECUTIVE = 2
-MIN_SITES = 3
+MIN_VOTES = 3
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,8 @@ class _Fall:
     octaves: Floats  # [S]
     num: int  # observed steps that it took
     steps: int  # steps
-    num_moving: int
+    votes: int  # of them, those that read the same tensor as one
+    num_moving: int  # votes of all that move
 
 
 class Shrinking(Detector):
@@ -106,7 +108,7 @@ class Shrinking(Detector):
         each = float(np.median(fell.octaves[hit])) / fell.steps
         evidence = [
             Evidence("shrinks", round(100 * (1 - 2.0**each), 2), 0, "% a step", began),
-            Evidence(f"shrinking_{what}", int(np.count_nonzero(hit)), 0, f"of {of} {what}", began),
+            Evidence(f"shrinking_{what}", fell.votes, 0, f"of {of} {what}", began),
         ]
         lr, loss, usual = now.scalar("lr"), now.scalar("loss"), float(ctx.base.loss.median()[0])
         if lr is not None:
@@ -147,11 +149,19 @@ def _fell(ctx: Context, what: str, which: Mask) -> _Fall | None:
             nanmedian(seen[:, i : i + of_end]) for i in (0, (num + 1 - of_end) // 2, num + 1 - of_end)
         )
         total, least = last - first, np.maximum(middle - first, last - middle)
-        num_moving = int(np.count_nonzero(np.isfinite(total) & (np.ptp(np.nan_to_num(seen), axis=1) > 0)))
+        moving = np.isfinite(total) & (np.ptp(np.nan_to_num(seen), axis=1) > 0)
         with np.errstate(invalid="ignore"):
             steady = (total < -max(limit.divergence_total_octaves, rate * steps)) & (least < EACH_HALF * total)
-        if np.count_nonzero(steady) >= max(MIN_SITES, limit.divergence_layers * num_moving):
+        if np.count_nonzero(steady) < MIN_VOTES:
+            continue
+        votes, num_moving = _votes(seen[steady]), _votes(seen[moving])
+        if votes >= max(MIN_VOTES, limit.divergence_layers * num_moving):
             sites, octaves = np.zeros(len(ctx.now), dtype=np.bool_), np.full(len(ctx.now), np.nan)
             sites[which], octaves[which] = steady, total
-            return _Fall(sites, octaves, num, steps, num_moving)
+            return _Fall(sites, octaves, num, steps, votes, num_moving)
     return None
+
+
+def _votes(seen: Floats) -> int:
+    """How many of these series are no copy of another: the same log2 amax in each step is the same tensor. [sites, steps]"""
+    return len(np.unique(np.nan_to_num(seen), axis=0))

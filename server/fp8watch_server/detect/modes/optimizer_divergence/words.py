@@ -66,6 +66,12 @@ def _of_second_moments(f: Finding) -> tuple[str, str]:
     )
 
 
+def _read_by(f: Finding, what: str) -> str:
+    """How many sites that is, where some of them read the same tensor."""
+    sites, votes = f.extra.get("num_sites"), evidence(f, f"shrinking_{what}")
+    return f", read at {sites} sites (the same tensor counts once)" if sites and votes and sites > votes else ""
+
+
 def _of_shrinking(f: Finding) -> tuple[str, str]:
     what, share = str(f.extra.get("what", "weights")), number(evidence(f, "shrinks"))
     num, of = number(evidence(f, f"shrinking_{what}")), f.extra.get("num_known")
@@ -79,7 +85,8 @@ def _of_shrinking(f: Finding) -> tuple[str, str]:
         why = f"{seen} lies in front of them may do it: gains of norms that weight decay reaches, a factor, the values that enter."
     return (
         f"{num} of {of} {what} shrink together: {share} % in each step",
-        f"The largest values of {num} of {of} {what} have become smaller together and step by step, by {share} % in each, since step {f.onset}. "
+        f"The largest values of {num} of {of} {what} have become smaller together and step by step, by {share} % in each, since step {f.onset}"
+        f"{_read_by(f, what)}. "
         f"{why}",
     )
 
