@@ -5,6 +5,7 @@ from __future__ import annotations
 from support.planted import Bug
 
 NAMED = "tests/detect/test_names_of_real_trainings.py"
+GOES = "tests/detect/test_comes_and_goes.py"
 CORRUPTION = "families.corruption:Corruption"
 
 NAMES = [
@@ -66,8 +67,8 @@ NAMES = [
     ),
     Bug(
         "an embedding that leaps is named",
-        "context:Context.leaping",
-        "(self.inputs() | (table.role == OUTPUT))",
+        "context:Context._far",
+        "self.inputs() | (self.now.table.role == OUTPUT)",
         "self.inputs()",
         f"{NAMED}::test_an_embedding_that_leaps_is_named_and_fp8_is_not",
     ),
@@ -105,5 +106,103 @@ NAMES = [
         '    return {"gemm": "wgrad" if',
         '    return {"gemm": "dgrad" if',
         f"{NAMED}::test_of_a_gradient_that_two_gemms_read_the_one_is_named_that_broke",
+    ),
+    Bug(
+        "what a site came to before is no outlier",
+        "context:Context.leaping",
+        " & ~self.returning)",
+        ")",
+        f"{GOES}::test_an_expert_that_gets_tokens_again_has_no_outlier[soon]",
+    ),
+    Bug(
+        "what a site came to long before is no outlier",
+        "statistics:Statistics._learn_sites",
+        "% BASELINE_STEPS == 0",
+        "% BASELINE_STEPS == -1",
+        f"{GOES}::test_an_expert_that_gets_tokens_again_has_no_outlier[much-later]",
+    ),
+    Bug(
+        "nor is it growth of an input with another kurtosis",
+        "outlier:Outliers._growing_inputs",
+        "& heavy & ~ctx.returning",
+        "& heavy",
+        f"{GOES}::test_nor_does_its_input_grow[1]",
+    ),
+    Bug(
+        "nor is it growth between full samples",
+        "outlier:Outliers._growing_inputs",
+        "far & ~ctx.returning",
+        "far",
+        f"{GOES}::test_nor_does_its_input_grow[8]",
+    ),
+    Bug(
+        "what is higher than ever before is an outlier",
+        "context:Context.returning",
+        "level + self.limit.outlier_input_octaves",
+        "level + 99.0",
+        f"{GOES}::test_what_is_higher_than_ever_before_is_told",
+    ),
+    Bug(
+        "a leap or two make no level",
+        "context",
+        "CAME_TO = 4\n",
+        "CAME_TO = 1\n",
+        f"{GOES}::test_what_leaped_once_or_twice_in_a_warm_up_is_no_level",
+    ),
+    Bug(
+        "what has not come back is no level",
+        "context:went_back_from",
+        "left = high & np.logical_or",
+        "left = high | np.logical_or",
+        f"{GOES}::test_growth_that_goes_on_is_no_level",
+    ),
+    Bug(
+        "an expert that gets tokens again explains no loss",
+        "loss_jump:_look",
+        "inputs & ~ctx.returning",
+        "inputs",
+        f"{GOES}::test_a_loss_that_jumps_while_an_expert_gets_tokens_again_is_told",
+    ),
+    Bug(
+        "a state of before has no level",
+        "statistics:Statistics.adopt",
+        "        complete(self._base, Baselines.of(num_sites))\n",
+        "",
+        f"{GOES}::test_a_state_of_before_knows_no_such_level",
+    ),
+    Bug(
+        "an expert that was empty has as much as the others",
+        "context:Context.returning",
+        "        level = np.fmax(level, self._of_its_like(far & self._empty))\n",
+        "",
+        f"{GOES}::test_an_expert_that_gets_its_first_tokens_has_no_outlier_unless_it_is_above_the_others",
+    ),
+    Bug(
+        "an expert that was empty has no more than the others",
+        "context:Context._of_its_like",
+        "np.fmax.reduce(usual[like], initial=np.nan)",
+        "99.0",
+        f"{GOES}::test_an_expert_that_gets_its_first_tokens_has_no_outlier_unless_it_is_above_the_others",
+    ),
+    Bug(
+        "one tile is not alike with itself",
+        "context:Context._empty",
+        '(self.now.column("num_tiles") > 1)',
+        '(self.now.column("num_tiles") > 0)',
+        f"{GOES}::test_where_there_are_no_others_or_one_tile_the_first_tokens_are_told",
+    ),
+    Bug(
+        "the like of a site have its name",
+        "context:Context._of_its_like",
+        "(kinds == kinds[row]) & ",
+        "",
+        f"{GOES}::test_where_there_are_no_others_or_one_tile_the_first_tokens_are_told",
+    ),
+    Bug(
+        "rows that differ are no empty slots",
+        "context",
+        "EMPTY_OCTAVES = 0.5\n",
+        "EMPTY_OCTAVES = 99.0\n",
+        f"{GOES}::test_what_leaped_once_or_twice_in_a_warm_up_is_no_level",
     ),
 ]

@@ -6,6 +6,7 @@ Thread:     detect worker
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -28,6 +29,13 @@ KURTOSIS_FLOOR_OCTAVES = 0.3
 AFTER_LR_STEPS = 10
 """Observed steps after a leap of the LR in which values that leap are its consequence."""
 LEAP_SIGMA = 6.0
+_NUMBER = re.compile(r"\d+")
+CAME_TO = 4
+"""Values of one window that make it one. What leaps once in a while is none."""
+PAST_WINDOWS = 16
+"""Windows of amax for which such a level is remembered."""
+EMPTY_OCTAVES = 0.5
+"""Of the largest tile over the smallest, at most, of an operand of rows that are all alike."""
 
 
 @dataclass
@@ -40,6 +48,7 @@ class Baselines:
     underflow: Baseline
     kurtosis: Baseline
     recent_amax: Baseline  # always fed
+    came_to: Baseline  # log2, of each window of amax that is over: what the site came to and went back from
     steps: list[int] = field(default_factory=list)  # of recent_amax
     loss: Baseline = field(default_factory=lambda: Baseline(1))
     grad_norm: Baseline = field(default_factory=lambda: Baseline(1))
@@ -48,11 +57,13 @@ class Baselines:
     def of(cls, num_sites: int) -> Baselines:
         """Empty ones."""
         amax, amin, sqnr, underflow, kurtosis = (Baseline(num_sites) for _ in range(5))
-        return cls(amax, amin, sqnr, underflow, kurtosis, Baseline(num_sites, RECENT))
+        return cls(
+            amax, amin, sqnr, underflow, kurtosis, Baseline(num_sites, RECENT), Baseline(num_sites, PAST_WINDOWS)
+        )
 
     def per_site(self) -> list[Baseline]:
         """Those with one series a site."""
-        return [self.amax, self.amin, self.sqnr, self.underflow, self.kurtosis, self.recent_amax]
+        return [self.amax, self.amin, self.sqnr, self.underflow, self.kurtosis, self.recent_amax, self.came_to]
 
 
 @dataclass
@@ -102,14 +113,58 @@ class Context:
 
         What comes before every GEMM, as an embedding, moves with its table alone: less is a leap there.
         """
-        table = self.now.table
-        named = (self.inputs() | (table.role == OUTPUT)) & ~np.isnan(self.above_usual)
-        if not self.warm or not self.clean or self.lr_leaped:
-            return np.zeros(len(self.now), dtype=np.bool_)
-        need = np.where(table.before_gemms, self.limit.outlier_leap_octaves / 2, self.limit.outlier_leap_octaves)
         with np.errstate(invalid="ignore"):
             over = self.above_usual - LEAP_SIGMA * (self.base.amax.spread(self.floor) - self.floor)
-            return np.asarray(named & (over >= need))
+            return np.asarray(self._far & (over >= self._leap) & ~self.returning)
+
+    @cached_property
+    def returning(self) -> Mask:
+        """Those whose amax stands octaves above the usual, and no higher above where the site came to before and went back from
+        than any input may stand above its usual: that of an expert that had no tokens in most of the last steps, and has now. Where all
+        rows were alike in those, as empty slots are, it may be as high above what its like have: the other experts. [S]"""
+        far = self._far
+        if not far.any():
+            return far
+        level = np.fmax(went_back_from(self.base.amax, self.limit), np.fmax.reduce(self.base.came_to.ordered(), axis=1))
+        level = np.fmax(level, self._of_its_like(far & self._empty))
+        with np.errstate(invalid="ignore"):
+            return np.asarray(far & (self.now.log2_amax <= level + self.limit.outlier_input_octaves))
+
+    @property
+    def _empty(self) -> Mask:
+        """Sites of several tiles that were all of one size in most of the last steps. [S]"""
+        with np.errstate(invalid="ignore"):
+            alike = self.base.amax.median() - self.base.amin.median() <= EMPTY_OCTAVES
+            return np.asarray(alike & (self.now.column("num_tiles") > 1))
+
+    def _of_its_like(self, asked: Mask) -> Floats:
+        """The largest usual amax, log2, among the other inputs whose modules have the same name but for a number; NaN where nobody asks, and
+        where there is none. [S]"""
+        level, table = np.full(len(self.now), np.nan), self.now.table
+        if not asked.any():
+            return level
+        kinds = np.array([_NUMBER.sub("#", name) for name in table.modules])[table.module]
+        usual = np.where(self.inputs(), self.base.amax.median(), np.nan)
+        for row in np.flatnonzero(asked):
+            like = (kinds == kinds[row]) & (table.module != table.module[row])
+            level[row] = np.fmax.reduce(usual[like], initial=np.nan)
+        return level
+
+    @cached_property
+    def _leap(self) -> Floats:
+        """Octaves above the usual from which on amax leaped. [S]"""
+        return np.where(
+            self.now.table.before_gemms, self.limit.outlier_leap_octaves / 2, self.limit.outlier_leap_octaves
+        )
+
+    @cached_property
+    def _far(self) -> Mask:
+        """Inputs and probed outputs so far above their usual, in a step that is judged. [S]"""
+        named = self.inputs() | (self.now.table.role == OUTPUT)
+        if not self.warm or not self.clean or self.lr_leaped:
+            return np.zeros(len(self.now), dtype=np.bool_)
+        with np.errstate(invalid="ignore"):
+            return np.asarray(named & (self.above_usual >= self._leap))
 
     @cached_property
     def sqnr_drop(self) -> Floats:
@@ -154,6 +209,17 @@ class Context:
     def gradients(self) -> Mask:
         """Gradients, both directions. [S]"""
         return np.asarray(self.now.table.role == GRAD_OUTPUT)
+
+
+def went_back_from(amax: Baseline, limit: Limits) -> Floats:
+    """The largest of their last values, log2, of sites that were far above their median several times and came back behind that: growth
+    goes on, and what was an alarm is not learned. NaN of the others. [S]"""
+    past = amax.ordered().astype(np.float64)
+    with np.errstate(invalid="ignore"):
+        high = past > (amax.median() + limit.outlier_input_octaves)[:, None]
+        ordinary = ~high & ~np.isnan(past)
+    left = high & np.logical_or.accumulate(ordinary[:, ::-1], axis=1)[:, ::-1]
+    return np.where(np.count_nonzero(left, axis=1) >= CAME_TO, np.fmax.reduce(past, axis=1), np.nan)
 
 
 def damage(ctx: Context, row: int) -> list[Evidence]:

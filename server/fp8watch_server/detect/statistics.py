@@ -15,7 +15,8 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from fp8watch_server.detect.context import Baselines, Context
+from fp8watch_server.detect.baseline import WINDOW_STEPS as BASELINE_STEPS
+from fp8watch_server.detect.context import Baselines, Context, went_back_from
 from fp8watch_server.detect.cross_rank_step import CrossRankStep
 from fp8watch_server.detect.finding import Finding
 from fp8watch_server.detect.limits import Limits
@@ -63,6 +64,7 @@ class Statistics:
         num_sites = self._base.amax.num_series
         for kind, detector in kept.items():
             complete(detector, kind.make(num_sites, limit))
+        complete(self._base, Baselines.of(num_sites))
         complete(self._schedule, Schedule(limit.warmup_steps, limit.after_lr_warmup_steps))
         self._detectors = [kept.get(kind) or kind.make(num_sites, limit) for kind in DETECTORS]
 
@@ -183,6 +185,8 @@ class Statistics:
         base.sqnr.push(now.sqnr_db, take)
         base.underflow.push(now.underflow, take)
         base.kurtosis.push(now.log2_kurtosis, take)
+        if ctx.warm and self.num_steps % BASELINE_STEPS == 0:
+            base.came_to.push(went_back_from(base.amax, self.limit))
 
 
 def complete(read: object, fresh: object) -> None:

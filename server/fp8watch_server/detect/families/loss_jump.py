@@ -267,7 +267,7 @@ def _of_skewed(losses: npt.NDArray[np.floating[Any]], usual: float) -> float:
 def _look(ctx: Context) -> _Inputs | None:
     """The inputs of this step against their own baselines; None where none was measured."""
     inputs = ctx.inputs()
-    up = np.where(inputs, ctx.above_usual, np.nan)
+    up = np.where(inputs & ~ctx.returning, ctx.above_usual, np.nan)
     known = np.isfinite(up)
     if not known.any():
         return None

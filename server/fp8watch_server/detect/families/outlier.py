@@ -7,7 +7,8 @@ amax is risk: this is a warning that comes before the damage. Weights: growth ov
 longer horizon, less what the median weight grew (that part is the optimizer's), monotone and in few layers; information
 where full samples say that its tail is no heavier. Inputs: above their own baseline, with a kurtosis that says outliers
 and not a change of level; where a step has no moments, far above it. A leap of six octaves in one step needs no kurtosis, and is told at once: moments are taken against the
-amax of each tile, so a channel that owns its tile leaves the kurtosis of the site where it was. Growth of the q and the k
+amax of each tile, so a channel that owns its tile leaves the kurtosis of the site where it was. What a site came to before and went back
+from is neither (`Context.returning`). Growth of the q and the k
 projection of one attention together is reported as attention-logit growth: the logits grow with their product, and
 fused attention lets nobody see them.
 """
@@ -195,9 +196,9 @@ class Outliers(Detector):
             # Between full samples of a run that has moments, amax must say it alone.
             far = over > np.maximum(WITHOUT_MOMENTS * limit.outlier_input_octaves, need)
             between = (ctx.base.kurtosis.count > 0) & np.isnan(ctx.now.log2_kurtosis)
-            hit = known & (over > need) & heavy
+            hit = known & (over > need) & heavy & ~ctx.returning
         hit = self._inputs.update(hit, known & ~between, ctx.now.step)
-        return hit | self._between.update(far, known & between, ctx.now.step)
+        return hit | self._between.update(far & ~ctx.returning, known & between, ctx.now.step)
 
     def _leaping(self, ctx: Context) -> Mask:
         """Inputs and probed outputs that stand six octaves and more above their own band, whatever their kurtosis says. [S]"""
