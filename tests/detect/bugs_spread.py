@@ -8,6 +8,8 @@ TAIL = "tests/detect/test_weight_tail.py"
 HEAVIER = f"{TAIL}::test_a_tail_that_got_heavier_is_an_outlier"
 SMALL = "tests/detect/test_small_elements.py"
 ELSE = f"{SMALL}::test_what_else_becomes_zero_is_a_warning_as_ever"
+ROOM = "gain:of_one_size"
+ONE = "tests/detect/test_gain.py::test_values_of_one_size_are_rounded_alike"
 GAIN = "tests/detect/test_gain.py::test_rows_that_are_alike_are_rounded_alike"
 SPREAD = "chronic_quantization_noise.small_elements:spread"
 OBSERVE = "chronic_quantization_noise.detector:Noise.observe"
@@ -68,4 +70,30 @@ OF_SPREAD = [
     Bug("rows that are alike", "gain:allowed", "np.clip(alike, limit, ", "np.clip(limit, limit, ", GAIN),
     Bug("truncation of rows that are alike", "gain:allowed", "ALIKE_MOST * limit", "1.0", GAIN),
     Bug("weights have no rows that are alike", "gain:allowed", "now.table.role == INPUT", "now.table.role >= 0", GAIN),
+    Bug("values of one size", "gain:beyond", ", chance), room)", ", chance), 0.0 * room)", ONE),
+    Bug("values of one size are known by their moments", "gain", "ONE_SIZE = 0.65\n", "ONE_SIZE = 0.0\n", ONE),
+    Bug("truncation of values of one size", ROOM, "step**2 / 4 /", "step**2 /", ONE),
+    Bug("owners of tiles have errors of their own", ROOM, "np.minimum(1.0, ALIKE_SIGMA / np.sqrt(tiles))", "1.0", ONE),
+    Bug("tiles that are alike", ROOM, "np.where(alike, 1.0, ", "np.where(alike, 0.0, ", ONE),
+    Bug(
+        "half a step is the most",
+        ROOM,
+        "step / 2 / (1.0 + step / 2)",
+        "1.0",
+        "tests/detect/test_gain.py::test_no_rounding_is_further_off_than_half_a_step",
+    ),
+    Bug(
+        "values of one size are no quantiser's",
+        "gain:rescaled",
+        "e5m2, limit, room)",
+        "e5m2, limit)",
+        "tests/detect/test_gain.py::test_no_rounding_is_further_off_than_half_a_step",
+    ),
+    Bug(
+        "the steps of E5M2",
+        ROOM,
+        "COARSER * STEP, STEP",
+        "STEP, STEP",
+        "tests/detect/test_gain.py::test_the_room_of_values_of_one_size_holds_for_codes_of_both_formats",
+    ),
 ]

@@ -11,6 +11,7 @@ from detect.single_steps import DOWN, detect, evidence, modes
 
 from fp8watch_agent.record import Measured
 from fp8watch_server.detect.engine import DetectionEngine
+from fp8watch_server.detect.families import gain
 from fp8watch_server.detect.finding import SiteFacts
 
 STEPS = range(60, 90)
@@ -113,6 +114,68 @@ def test_rows_that_are_alike_are_rounded_alike(operand: str, columns: int, error
     assert (modes(found) == {"chronic-quantization-noise"}) is told
     if told and operand == "input" and columns == 16:
         assert next(e.baseline for e in found[0].evidence if e.field == "gain_error") == "±0.015"
+
+
+def of_one_size(run: Run, operand: str, error: float, size: float, *, apart: float = 1.0, from_step: int = 0):
+    """A change of rows: that bias, of an operand whose energy lies at `size` of amax² in the mean, in tiles up to `apart` times apart."""
+    i, change = run.index(DOWN, operand), biased(run, operand, error, from_step=from_step)
+
+    def both(rows: np.ndarray, s: np.ndarray, step: int) -> None:
+        change(rows, s, step)
+        rows["measured"][i] |= int(Measured.MOMENTS)
+        rows["moment2"][i] = rows["num_elements"][i] * 0.2
+        rows["moment4"][i] = size * rows["moment2"][i]
+        rows["amax_min_nonzero"][i] = rows["amax_max"][i] / apart
+        rows["scale_inv_min"][i] = rows["scale_inv_max"][i]
+
+    return both
+
+
+@pytest.mark.parametrize(
+    ("operand", "error", "size", "apart", "told"),
+    [
+        ("weight", -0.0137, 0.81, 1.0, False),  # of k learning rates, after k steps of Adam
+        ("weight", -0.0219, 0.84, 1.0, False),
+        ("weight", 0.0137, 0.60, 1.0, True),  # uniform
+        ("weight", -0.0437, 0.81, 1.0, True),  # truncation
+        ("weight", -0.0437, 0.40, 1.0, True),
+        ("input", 0.0137, 0.84, 1.0, False),  # 512 tiles, all of one size
+        ("input", 0.0137, 0.84, 1.5, True),  # an owner in each tile
+        ("weight", 0.0137, 0.84, 1.5, False),  # four tiles are few
+    ],
+)
+def test_values_of_one_size_are_rounded_alike(
+    operand: str, error: float, size: float, apart: float, told: bool
+) -> None:
+    run = Run()
+    found = detect(run, of_one_size(run, operand, error, size, apart=apart), STEPS)
+    assert (modes(found) == {"chronic-quantization-noise"}) is told
+    assert bool(found) is told
+
+
+@pytest.mark.parametrize(("error", "size", "told"), [(0.055, 1.0, False), (0.065, 1.0, True), (0.055, 0.6, True)])
+def test_no_rounding_is_further_off_than_half_a_step(error: float, size: float, told: bool) -> None:
+    run = Run()
+    found = detect(run, of_one_size(run, "weight", error, size, from_step=65), range(60, 68))
+    assert ("quantiser-fault" in modes(found)) is told
+
+
+def test_the_room_of_values_of_one_size_holds_for_codes_of_both_formats() -> None:
+    """Clusters of many widths, at many places between two codes, beside many values that are nothing: none is further off."""
+    rng = np.random.default_rng(0)
+    for bits, e5m2 in ((3, False), (2, True)):
+        for _ in range(400):
+            width, spread = 10 ** rng.uniform(-3, -0.5), rng.normal(size=4096).clip(-4, 4) / 4
+            x = (1 + width * (spread if rng.random() < 0.5 else rng.uniform(-1, 1, 4096))) * 2 ** rng.uniform()
+            x = np.where(rng.random(4096) < rng.uniform(0.1, 1), x, x / 256)
+            step = np.exp2(np.floor(np.log2(x)) - bits)
+            error = float((x * (np.round(x / step) * step - x)).sum() / (x**2).sum())
+            u = (x / x.max()) ** 2
+            fields = {"moment2": u.sum(), "moment4": (u**2).sum(), "num_tiles": 1.0, "num_zero_tiles": 0.0}
+            fields |= {"amax_max": 1.0, "amax_min_nonzero": 1.0}
+            room = float(gain.of_one_size(lambda name, of=fields: np.array([of[name]]), np.array([e5m2]))[0])
+            assert room == 0.0 or abs(error) <= max(room, 0.005), (width, error, room)
+    assert float(gain.of_one_size(lambda name: np.array([np.nan]), np.array([False]))[0]) == 0.0
 
 
 def off_scale(change, ratio: float, index: int, from_step: int):

@@ -310,7 +310,9 @@ class DetectionEngine:
                 cause = unobserved.with_unobserved(cause, self._table, self._registry.facts(view.rank))
                 found.append(stream.as_cause_or_consequence(cause, in_order))
         if below.any() or above.any():
-            off = invariant.examine(view, below, above, ~bad_scale & ~gain.larger(view, self.thresholds.destroyed_gain))
+            off = invariant.examine(
+                view, below, above, ~bad_scale & ~gain.rescaled(view, self.thresholds.destroyed_gain)[1]
+            )
             found += off
             stream.invariant_seen = stream.num_steps if off else stream.invariant_seen
         found += [f for check in STEP_CHECKS for f in check(view, self.thresholds)]

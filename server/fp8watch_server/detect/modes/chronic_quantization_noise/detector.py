@@ -7,7 +7,7 @@ Three tests. Absolute: E4M3 gives 31.5 dB on healthy data whatever the scale, ov
 the band of its format was never healthy, and no baseline shows that. Relative: a lasting drop of the SQNR under the
 site's own baseline, which other detectors explain where they can; what nothing explains is reported here with its
 onset. A scale that follows amax of steps before lags in a young model, whose amax climbs: it is judged when statistics are warm.
-Bias: noise averages out over steps, and a gain error of an input or a weight does not (`families.gain`). An operand
+Bias: noise averages out over steps, and a gain error of an input or a weight does not (`families.gain`), where its values are of many sizes. An operand
 that lost half of its energy, or is off by more than rounding can, is no matter of granularity: quantiser-fault.
 
 Features of distances, and others that decay without end, have tiles that are nothing beside the largest, and elements that are
@@ -92,8 +92,8 @@ class Noise(Detector):
         rounded = self._flushed.update(flushed, forward & ~np.isnan(now.underflow), now.step)
         error, signal, noise = gain.of_now(now)
         amax = now.column("amax_max")
-        allowed = gain.allowed(now, limit.chronic_gain)
-        off = forward & gain.beyond(error, amax, signal, noise, now.table.e5m2, allowed)
+        room, allowed = gain.of_one_size(now.column, now.table.e5m2), gain.allowed(now, limit.chronic_gain)
+        off = forward & gain.beyond(error, amax, signal, noise, now.table.e5m2, allowed, room)
         biased = self._biased.update(off & ~now.nonfinite & ~_lags(ctx), ~np.isnan(error), now.step)
         drop = np.zeros(len(now), dtype=np.bool_)
         if ctx.warm:
@@ -137,7 +137,9 @@ class Noise(Detector):
         if by == "underflow":
             evidence.reverse()  # what made it fire comes first
         if np.isfinite(error[row]) and off[row]:
-            told = Evidence("gain_error", round(float(error[row]), 4), f"±{allowed[row]:.3g}", "share", since)
+            told = Evidence(
+                "gain_error", round(float(error[row]), 4), f"±{max(allowed[row], room[row]):.3g}", "share", since
+            )
             evidence.insert(0 if by == "gain" else len(evidence), told)
         clamped = now.column("num_eps_tiles")[row]
         if clamped > 0:

@@ -6,7 +6,7 @@ Thread:     detect worker
 Two kinds of evidence. Counts of a look that the agent takes in turn (`fp8watch.quantize.self_consistency`): each is 0
 whatever the data are, so there is no threshold and no warm-up. And the tile SQNR of a full sample: where each tile has a
 scale of its own amax, quantisation cannot take half of the energy, so an operand under 3 dB is destroyed, not noisy; nor can
-rounding make many elements larger or smaller by 5 %, so a gain error of that size is a scale read as another.
+rounding make many elements of many sizes larger or smaller by 5 %, so a gain error of that size is a scale read as another.
 Where the statistics say themselves that a scale is wrong, the modes of the scale invariant tell it, unless the operand
 comes out larger than it went in: the codes were then made with another scale than the one beside them.
 """
@@ -99,18 +99,10 @@ def _kinds(view: StepView, gain_limit: float, limit_db: float) -> npt.NDArray[np
     if not judged.any():
         return np.asarray(wrong * _WRONG, dtype=np.uint8)
     intact = judged & (view.raw("num_off_scale_tiles") == 0)
-    rescaled = (intact & _rescaled(view, gain_limit)) | (judged & gain.larger(view, gain_limit))
+    rescaled, larger = gain.rescaled(view, gain_limit)
+    rescaled = (intact & rescaled) | (judged & larger)
     destroyed = intact & _destroyed(view, limit_db)
     return np.asarray(wrong * _WRONG | rescaled * _RESCALED | destroyed * _DESTROYED, dtype=np.uint8)
-
-
-def _rescaled(view: StepView, limit: float) -> Mask:
-    """Records of which what comes out is larger or smaller than what went in. [n]"""
-    if not view.has(Measured.GAIN).any():
-        return np.zeros(len(view), dtype=np.bool_)
-    error, signal, noise = gain.of_view(view)
-    e5m2 = view.columns.table.e5m2[view.row]
-    return gain.beyond(error, view.values("amax_max"), signal, noise, e5m2, limit)
 
 
 def _destroyed(view: StepView, limit_db: float) -> Mask:
