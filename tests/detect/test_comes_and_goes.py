@@ -13,7 +13,7 @@ from detect.trace import Trace, healthy
 
 from fp8watch_server.detect.engine import DetectionEngine
 
-FC2, IDLE = "layers.1.mlp.down_proj", -9.0
+FC2, IDLE = "layers.1.mlp.down_proj", -12.0
 EARLY = (20, 25, 33, 34, 35, 40)
 """Steps of the warm-up in which it has tokens."""
 

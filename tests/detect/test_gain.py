@@ -136,7 +136,7 @@ def of_one_size(run: Run, operand: str, error: float, size: float, *, apart: flo
     [
         ("weight", -0.0137, 0.81, 1.0, False),  # of k learning rates, after k steps of Adam
         ("weight", -0.0219, 0.84, 1.0, False),
-        ("weight", 0.0137, 0.60, 1.0, True),  # uniform
+        ("weight", 0.008, 0.60, 1.0, True),  # uniform
         ("weight", -0.0437, 0.81, 1.0, True),  # truncation
         ("weight", -0.0437, 0.40, 1.0, True),
         ("input", 0.0137, 0.84, 1.0, False),  # 512 tiles, all of one size
