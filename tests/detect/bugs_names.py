@@ -173,7 +173,7 @@ NAMES = [
     Bug(
         "an expert that was empty has as much as the others",
         "context:Context.returning",
-        "        level = np.fmax(level, self._of_its_like(far & self._empty))\n",
+        "        level = np.fmax(level, self._of_its_like(far & empty))\n",
         "",
         f"{GOES}::test_an_expert_that_gets_its_first_tokens_has_no_outlier_unless_it_is_above_the_others",
     ),
@@ -201,8 +201,15 @@ NAMES = [
     Bug(
         "rows that differ are no empty slots",
         "context",
-        "EMPTY_OCTAVES = 0.5\n",
+        "EMPTY_OCTAVES = 0.25\n",
         "EMPTY_OCTAVES = 99.0\n",
         f"{GOES}::test_what_leaped_once_or_twice_in_a_warm_up_is_no_level",
+    ),
+    Bug(
+        "rows that are alike still got no tokens",
+        "context:Context.returning",
+        "far & tokens &",
+        "far &",
+        f"{GOES}::test_empty_slots_that_leap_themselves_are_told",
     ),
 ]

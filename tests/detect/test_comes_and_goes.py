@@ -71,6 +71,13 @@ def test_an_expert_that_gets_its_first_tokens_has_no_outlier_unless_it_is_above_
     assert [i.first.onset for i in told(empty_until(120, 4.0))] == [120]
 
 
+def test_empty_slots_that_leap_themselves_are_told() -> None:
+    """A channel of what the bias makes is ×3000: all rows are alike still, and no larger than those of the others."""
+    t, one = empty_until(120, 0.0), np.flatnonzero(healthy(3, 1).mask(FC2, "input"))
+    t.columns["amax_min_nonzero"][:, one] = t.columns["amax_max"][:, one]
+    assert [i.first.onset for i in told(t)] == [120]
+
+
 def test_where_there_are_no_others_or_one_tile_the_first_tokens_are_told() -> None:
     alone = empty_until(120, 0.0)
     alone.sites = [replace(s, module="expert.down_proj") if s.module.endswith(FC2) else s for s in alone.sites]

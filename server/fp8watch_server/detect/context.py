@@ -13,7 +13,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from fp8watch_server.detect.baseline import Baseline
+from fp8watch_server.detect.baseline import Baseline, nanmedian
 from fp8watch_server.detect.cross_rank_step import CrossRankStep
 from fp8watch_server.detect.finding import Evidence, Verdict
 from fp8watch_server.detect.limits import Limits
@@ -34,8 +34,12 @@ CAME_TO = 4
 """Values of one window that make it one. What leaps once in a while is none."""
 PAST_WINDOWS = 16
 """Windows of amax for which such a level is remembered."""
-EMPTY_OCTAVES = 0.5
-"""Of the largest tile over the smallest, at most, of an operand of rows that are all alike."""
+EMPTY_OCTAVES = 0.25
+"""Of the largest tile over the smallest, at most, of an operand of rows that are all alike; behind a norm it is 0.5 and more."""
+EMPTY_SHARE = 3 / 8
+"""Of the last values, at least: fewer than half, as a median is a few steps old."""
+SAME_OCTAVES = 0.01
+"""By more than that the largest and the smallest tile part where rows are no longer alike."""
 
 
 @dataclass
@@ -121,21 +125,26 @@ class Context:
     def returning(self) -> Mask:
         """Those whose amax stands octaves above the usual, and no higher above where the site came to before and went back from
         than any input may stand above its usual: that of an expert that had no tokens in most of the last steps, and has now. Where all
-        rows were alike in those, as empty slots are, it may be as high above what its like have: the other experts. [S]"""
+        rows were alike in those, as empty slots are, it may be as high above what its like have, the other experts; and where they are
+        alike now, no tokens came. [S]"""
         far = self._far
         if not far.any():
             return far
         level = np.fmax(went_back_from(self.base.amax, self.limit), np.fmax.reduce(self.base.came_to.ordered(), axis=1))
-        level = np.fmax(level, self._of_its_like(far & self._empty))
+        empty, gap = self._empty
+        level = np.fmax(level, self._of_its_like(far & empty))
         with np.errstate(invalid="ignore"):
-            return np.asarray(far & (self.now.log2_amax <= level + self.limit.outlier_input_octaves))
+            tokens = ~empty | (self.now.log2_amax - self.now.log2_amin > gap + SAME_OCTAVES)
+            return np.asarray(far & tokens & (self.now.log2_amax <= level + self.limit.outlier_input_octaves))
 
-    @property
-    def _empty(self) -> Mask:
-        """Sites of several tiles that were all of one size in most of the last steps. [S]"""
+    @cached_property
+    def _empty(self) -> tuple[Mask, Floats]:
+        """Sites of several tiles that were all of one size in many of the last steps, and how many octaves those parted in these. [S] each"""
+        gap = (self.base.amax.ordered() - self.base.amin.ordered()).astype(np.float64)
         with np.errstate(invalid="ignore"):
-            alike = self.base.amax.median() - self.base.amin.median() <= EMPTY_OCTAVES
-            return np.asarray(alike & (self.now.column("num_tiles") > 1))
+            alike = gap <= EMPTY_OCTAVES
+            many = np.count_nonzero(alike, axis=1) >= EMPTY_SHARE * np.count_nonzero(~np.isnan(gap), axis=1)
+            return many & (self.now.column("num_tiles") > 1), nanmedian(np.where(alike, gap, np.nan))
 
     def _of_its_like(self, asked: Mask) -> Floats:
         """The largest usual amax, log2, among the other inputs whose modules have the same name but for a number; NaN where nobody asks, and

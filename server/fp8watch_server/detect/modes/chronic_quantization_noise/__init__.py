@@ -32,7 +32,7 @@ MODE = Mode(
             "share",
             0.0001,
             1,
-            "healthy operands of many elements: up to 0.0017; inputs of few columns: more room",
+            "healthy operands of many elements: up to 0.0017; inputs of few columns, values of one size: more room",
         ),
     ),
     detectors=(Noise, Clamped),
