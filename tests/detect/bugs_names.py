@@ -203,7 +203,7 @@ NAMES = [
         "context",
         "EMPTY_OCTAVES = 0.25\n",
         "EMPTY_OCTAVES = 99.0\n",
-        f"{GOES}::test_what_leaped_once_or_twice_in_a_warm_up_is_no_level",
+        f"{GOES}::test_an_input_whose_rows_differ_has_no_empty_slots",
     ),
     Bug(
         "rows that are alike still got no tokens",

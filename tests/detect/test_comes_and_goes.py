@@ -78,6 +78,13 @@ def test_empty_slots_that_leap_themselves_are_told() -> None:
     assert [i.first.onset for i in told(t)] == [120]
 
 
+def test_an_input_whose_rows_differ_has_no_empty_slots() -> None:
+    t, one = with_tokens(range(120, 160)), np.flatnonzero(healthy(3, 1).mask(FC2, "input"))
+    apart = np.where(t.steps["step"] < 120, 2.0, 8.0)[:, None]
+    t.columns["amax_min_nonzero"][:, one] = t.columns["amax_max"][:, one] / apart
+    assert [i.first.onset for i in told(t)] == [120]
+
+
 def test_where_there_are_no_others_or_one_tile_the_first_tokens_are_told() -> None:
     alone = empty_until(120, 0.0)
     alone.sites = [replace(s, module="expert.down_proj") if s.module.endswith(FC2) else s for s in alone.sites]
