@@ -3,8 +3,9 @@
 Thread:     training, once
 
 Nothing is asked of other ranks. What the training has set up is read: Megatron's parallel state where it was imported and
-initialised, else the DeviceMesh of parameters (DTensor, FSDP2), else DistributedDataParallel around the model. Where
-none of them tells, the answer is empty: the collector then learns which ranks agree.
+initialised, else the DeviceMesh of parameters (DTensor, FSDP2), else DistributedDataParallel around the model. What a
+dimension of a DeviceMesh is its name says, else what lies on it: along one that shards weights (other than FSDP2's) ranks
+hold parts. Where none of them tells, the answer is empty: the collector then learns which ranks agree.
 """
 
 from __future__ import annotations
@@ -51,8 +52,9 @@ def _of_megatron() -> dict[str, int]:
     return found
 
 
-def _meshes(model: nn.Module) -> Iterator[Any]:
-    """Every DeviceMesh that a parameter of the model lies on, or that FSDP2 was given."""
+def _meshes(model: nn.Module) -> Iterator[tuple[Any, list[str]]]:
+    """Every DeviceMesh that FSDP2 was given, then those that parameters lie on, with the axis that each dimension is by what it
+    does: ranks of FSDP2 compute with all of a weight, ranks along which something else shards it with a part each."""
     for module in model.modules():
         get_state = getattr(module, "_get_fsdp_state", None)
         state = get_state() if get_state is not None else None
@@ -60,33 +62,44 @@ def _meshes(model: nn.Module) -> Iterator[Any]:
         for group in groups:
             mesh = getattr(getattr(group, "mesh_info", None), "mesh", None)
             if mesh is not None:
-                yield mesh
-    for parameter in model.parameters():
-        mesh = getattr(parameter, "device_mesh", None)
-        if mesh is not None:
-            yield mesh
+                yield mesh, ["dp"] * mesh.ndim
+    placed = [p for p in model.parameters() if getattr(p, "device_mesh", None) is not None]
+    for parameter in placed:
+        yield parameter.device_mesh, ["" if place.is_replicate() else "tp" for place in parameter.placements]
+    for parameter in placed:  # and no weight is sharded along it
+        yield parameter.device_mesh, ["dp"] * parameter.device_mesh.ndim
 
 
 def _of_meshes(model: nn.Module) -> dict[str, int]:
     found: dict[str, int] = {}
-    for mesh in dict.fromkeys(_meshes(model)):
-        names, coordinate = mesh.mesh_dim_names, mesh.get_coordinate()
+    does: dict[Any, str] = {}  # dimension, by its name, or by its number in a mesh without names -> axis
+    meshes: dict[Any, None] = {}
+    for mesh, axes in _meshes(model):
+        meshes[mesh] = None
+        for dimension, axis in zip(_dimensions(mesh), axes, strict=True):
+            if axis:
+                does.setdefault(dimension, axis)
+    for mesh in meshes:
+        coordinate = mesh.get_coordinate()
         if coordinate is None:
             continue
         root = getattr(mesh, "_get_root_mesh", None)
         whole = root() if root is not None else mesh
         if whole.mesh_dim_names and whole.get_coordinate() is not None:
-            names, coordinate, mesh = whole.mesh_dim_names, whole.get_coordinate(), whole
-        if names is None:
-            names = ("dp",) if mesh.ndim == 1 else ()
+            coordinate, mesh = whole.get_coordinate(), whole
         at: dict[str, int] = {}
-        for name, place, size in zip(names, coordinate, mesh.shape, strict=False):
-            axis = _AXIS_OF.get(str(name).lower())
+        for dimension, place, size in zip(_dimensions(mesh), coordinate, mesh.shape, strict=False):
+            axis = _AXIS_OF.get(str(dimension).lower()) or does.get(dimension)
             if axis is not None:  # dp_replicate × dp_shard count through: one number a data-parallel rank
                 at[axis] = at.get(axis, 0) * int(size) + int(place)
         for axis, place in at.items():
             found.setdefault(axis, place)
     return found
+
+
+def _dimensions(mesh: Any) -> list[Any]:
+    """What tells the dimensions of a mesh apart."""
+    return list(mesh.mesh_dim_names or [(mesh, number) for number in range(mesh.ndim)])
 
 
 def _of_ddp(model: nn.Module) -> dict[str, int]:

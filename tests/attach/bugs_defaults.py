@@ -5,9 +5,13 @@ from __future__ import annotations
 from support.planted import Bug
 
 A = "tests/attach"
+_MESH = f"{A}/test_mesh.py::test_four_ranks_find_their_coordinates_without_a_collective"
 DEFAULT_BUGS = [
     Bug("that no step ended stays said at the end", "watch:Watch._close", "if self._stuck and status is not StepStatus.ABORTED:", "if self._stuck:",
         "tests/attach/test_step_owner.py::test_that_no_step_ended_stays_said_when_training_is_over"),
+    Bug("a dimension of a mesh without a known name is known by what it shards", "mesh:_of_meshes", " or does.get(dimension)", "", _MESH),
+    Bug("a dimension along which one weight is sharded is that of its parts", "mesh:_meshes",
+        '"" if place.is_replicate()', '"dp" if place.is_replicate()', _MESH),
     Bug("weights are hashed in their turn", "observation_plan:ObservationPlan._hash",
         "step.sample.hashes[row] and ", "",
         f"{A}/test_weight_hash.py::test_weights_are_hashed_as_the_gemm_reads_them_in_their_steps"),

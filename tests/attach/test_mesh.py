@@ -61,12 +61,21 @@ SCRIPT = textwrap.dedent(
         return torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 16))
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     hybrid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
-    models = {"ddp": DDP(plain()), "fsdp2": plain(), "hsdp": plain(), "tp": plain(), "fsdp2+tp": plain()}
+    names = ("fsdp2", "hsdp", "tp", "fsdp2+tp", "other hsdp", "unnamed tp", "unnamed both", "other names", "copies")
+    models = {"ddp": DDP(plain()), **{name: plain() for name in names}}
     fully_shard(models["fsdp2"], mesh=init_device_mesh("cpu", (4,)))
     fully_shard(models["hsdp"], mesh=hybrid)
-    for name, mesh in (("tp", grid["tp"]), ("fsdp2+tp", grid["tp"])):
-        weight = models[name][0].weight
-        models[name][0].weight = torch.nn.Parameter(distribute_tensor(weight.data, mesh, [Shard(0)]))
+    fully_shard(models["other hsdp"], mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner")))
+    line, square = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
+    other = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "cols"))
+    for name, number, mesh, *placements in (
+        ("tp", 0, grid["tp"], Shard(0)), ("fsdp2+tp", 0, grid["tp"], Shard(0)), ("unnamed tp", 0, line, Replicate()),
+        ("unnamed tp", 1, line, Shard(1)), ("unnamed both", 0, square, Replicate(), Shard(0)),
+        ("other names", 0, other["cols"], Shard(0)), ("copies", 0, line, Replicate()),
+    ):
+        weight = models[name][number].weight
+        models[name][number].weight = torch.nn.Parameter(distribute_tensor(weight.data, mesh, placements))
+    fully_shard(models["other names"], mesh=other["rows"])
     fully_shard(models["fsdp2+tp"], mesh=grid["dp"])
     calls.clear()
     found = {name: mesh_coordinates(m) for name, m in models.items()}
@@ -81,7 +90,9 @@ def test_four_ranks_find_their_coordinates_without_a_collective(tmp_path):
     for rank, out in enumerate(run_ranks(tmp_path, SCRIPT, world=4)):
         dp, tp = divmod(rank, 2)
         both = [("dp", dp), ("tp", tp)]
-        want = {"ddp": [("dp", rank)], "fsdp2": [("dp", rank)], "hsdp": [("dp", rank)], "tp": both, "fsdp2+tp": both}
+        want = dict.fromkeys(("ddp", "fsdp2", "hsdp", "other hsdp", "copies"), [("dp", rank)])
+        want |= dict.fromkeys(("tp", "fsdp2+tp", "unnamed both", "other names"), both)
+        want["unnamed tp"] = [("tp", rank)]  # along which one weight is sharded, though another is not
         assert out.strip() == f"{sorted(want.items())} []"
 
 
