@@ -9,6 +9,7 @@ GEMMs, and parameters that are no GEMM weights by their names: those are named a
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -125,6 +126,7 @@ def coverage(
         own: modules whose products with their own parameters are observed.
         heads: that are no modules: like Linears in high precision they count, and not as observed.
     """
+    full = _unsharded(named)
     modules: dict[str, list[nn.Module]] = {}
     for fqn, module in named:  # a wrapper has the name of the wrapped module
         modules.setdefault(fqn, []).append(module)
@@ -132,7 +134,7 @@ def coverage(
     seen: set[int] = set()
     names = {id(o.tensor(p)): p.fqn for o in own for p in o.parameters}
     observed: dict[str, float] = {}
-    left = sum(2.0 * _numel(head.embedding.weight) for head in heads)
+    left = sum(2.0 * math.prod(full.get(id(head.embedding.weight)) or _shape(head.embedding.weight)) for head in heads)
     others: list[_Weight] = []
     passed_over: list[_Weight] = []
     head = any(role_of(fqn) == OUTPUT_HEAD and m._parameters.get("weight") is not None for fqn, m in named)
@@ -142,7 +144,11 @@ def coverage(
         if id(module) in whole:
             seen.update(id(m) for m in module.modules())
             scale, _ = _share_of_tokens(fqn, module, 2, modules)
-            observed[fqn] = sum(2.0 * scale * _numel(p) for p in module.parameters() if len(_shape(p)) >= 2)
+            shapes = [full.get(id(p)) or _shape(p) for p in module.parameters()]
+            size = sum(math.prod(shape) for shape in shapes if len(shape) >= 2)
+            if not size and isinstance(module, nn.Linear):  # FSDP1 without the parameters of the model: it has none
+                size = module.in_features * module.out_features
+            observed[fqn] = 2.0 * scale * size
         elif isinstance(module, nn.Linear) and id(module._parameters.get("weight")) not in names:
             seen.update(id(m) for m in module.modules())
             scale, _ = _share_of_tokens(fqn, module, 2, modules)
@@ -152,7 +158,7 @@ def coverage(
         ):
             seen.update(id(m) for m in module.modules())
         else:
-            for parameter, weight in _weights_of(fqn, module, modules, seen):
+            for parameter, weight in _weights_of(fqn, module, modules, seen, full):
                 if parameter in names:
                     observed[names[parameter]] = weight.flops
                 elif weight.by_name:
@@ -177,11 +183,15 @@ def _looks_up(fqn: str, module: nn.Module) -> bool:
 
 
 def _weights_of(
-    fqn: str, module: nn.Module, modules: Mapping[str, list[nn.Module]], seen: set[int]
+    fqn: str,
+    module: nn.Module,
+    modules: Mapping[str, list[nn.Module]],
+    seen: set[int],
+    full: Mapping[int, tuple[int, ...]],
 ) -> Iterator[tuple[int, _Weight]]:
     """A module's own parameters that some GEMM reads, or would if their names said nothing else, by their ids."""
     for name, p in module.named_parameters(recurse=False):
-        shape = _shape(p)
+        shape = full.get(id(p)) or _shape(p)
         if id(p) in seen or not p.is_floating_point() or sum(n > 1 for n in shape) < 2:
             continue
         by_name = name != "weight" and NO_GEMM.search(name) is not None
@@ -194,7 +204,7 @@ def _weights_of(
         else:
             routes = role_of(fqn) == ROUTER or "router" in kind.lower()
             what, called = f"{ROUTER if routes else kind} {dims}", fqn or name
-        yield id(p), _Weight(called, what, 2.0 * scale * _numel(p), at_most, by_name)
+        yield id(p), _Weight(called, what, 2.0 * scale * math.prod(shape), at_most, by_name)
 
 
 def _grouped(weights: list[_Weight], total: float) -> list[NotTaken]:
@@ -216,11 +226,15 @@ def _shape(p: Any) -> tuple[int, ...]:
     return () if isinstance(p, UninitializedParameter) else tuple(getattr(p, "ds_shape", p.shape))
 
 
-def _numel(p: Any) -> int:
-    n = 1
-    for size in _shape(p):
-        n *= size
-    return n
+def _unsharded(named: Iterable[tuple[str, nn.Module]]) -> dict[int, tuple[int, ...]]:
+    """Full shapes of the parameters that FSDP1 keeps in parts, as flat ones and empty ones, by their ids."""
+    full: dict[int, tuple[int, ...]] = {}
+    for _, module in named:
+        flat = getattr(module.__dict__.get("_handle"), "flat_param", None)
+        parameters = getattr(flat, "_params", None)  # None without use_orig_params
+        for p, shape in zip(parameters or (), getattr(flat, "_shapes", ()), strict=False):
+            full[id(p)] = tuple(shape)
+    return full
 
 
 # ---- experts --------------------------------------------------------------------------------------------------------

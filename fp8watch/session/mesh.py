@@ -63,7 +63,7 @@ def _meshes(model: nn.Module) -> Iterator[tuple[Any, list[str]]]:
             mesh = getattr(getattr(group, "mesh_info", None), "mesh", None)
             if mesh is not None:
                 yield mesh, ["dp"] * mesh.ndim
-    placed = [p for p in model.parameters() if getattr(p, "device_mesh", None) is not None]
+    placed: list[Any] = [p for p in model.parameters() if getattr(p, "device_mesh", None) is not None]
     for parameter in placed:
         yield parameter.device_mesh, ["" if place.is_replicate() else "tp" for place in parameter.placements]
     for parameter in placed:  # and no weight is sharded along it
@@ -76,9 +76,9 @@ def _of_meshes(model: nn.Module) -> dict[str, int]:
     meshes: dict[Any, None] = {}
     for mesh, axes in _meshes(model):
         meshes[mesh] = None
-        for dimension, axis in zip(_dimensions(mesh), axes, strict=True):
-            if axis:
-                does.setdefault(dimension, axis)
+        for dimension, by_use in zip(_dimensions(mesh), axes, strict=True):
+            if by_use:
+                does.setdefault(dimension, by_use)
     for mesh in meshes:
         coordinate = mesh.get_coordinate()
         if coordinate is None:
@@ -90,7 +90,7 @@ def _of_meshes(model: nn.Module) -> dict[str, int]:
         at: dict[str, int] = {}
         for dimension, place, size in zip(_dimensions(mesh), coordinate, mesh.shape, strict=False):
             axis = _AXIS_OF.get(str(dimension).lower()) or does.get(dimension)
-            if axis is not None:  # dp_replicate × dp_shard count through: one number a data-parallel rank
+            if axis:  # dp_replicate × dp_shard count through: one number a data-parallel rank
                 at[axis] = at.get(axis, 0) * int(size) + int(place)
         for axis, place in at.items():
             found.setdefault(axis, place)

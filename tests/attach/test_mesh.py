@@ -90,8 +90,8 @@ def test_four_ranks_find_their_coordinates_without_a_collective(tmp_path):
     for rank, out in enumerate(run_ranks(tmp_path, SCRIPT, world=4)):
         dp, tp = divmod(rank, 2)
         both = [("dp", dp), ("tp", tp)]
-        want = dict.fromkeys(("ddp", "fsdp2", "hsdp", "other hsdp", "copies"), [("dp", rank)])
-        want |= dict.fromkeys(("tp", "fsdp2+tp", "unnamed both", "other names"), both)
+        want = {name: [("dp", rank)] for name in ("ddp", "fsdp2", "hsdp", "other hsdp", "copies")}
+        want |= {"tp": both, "fsdp2+tp": both, "unnamed both": both, "other names": both}
         want["unnamed tp"] = [("tp", rank)]  # along which one weight is sharded, though another is not
         assert out.strip() == f"{sorted(want.items())} []"
 

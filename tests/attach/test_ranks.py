@@ -159,3 +159,40 @@ def test_the_launchers_restarts_are_a_fact_of_the_session(attach, mlp, monkeypat
     for value, fact in (("3", 3), ("three", None)):
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", value)
         assert attach(mlp.__class__())._recorder.session.facts.get("restart_count") == fact
+
+
+FSDP1_COVERAGE = textwrap.dedent(
+    """
+    import torch, torch.distributed as dist, fp8watch
+    from torch import nn
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+    from fp8watch.selection.flop_coverage import coverage
+    from fp8watch.selection.wrappers import named_modules
+    dist.init_process_group("gloo")
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.norm, self.down = nn.Linear(64, 128), nn.LayerNorm(128), nn.Linear(128, 64)
+    def plain():
+        return nn.Sequential(Block(), Block(), nn.Conv1d(16, 32, 3), nn.Linear(64, 64))
+    def sharded(original):
+        policy = ModuleWrapPolicy({Block})
+        return FSDP(plain(), auto_wrap_policy=policy, use_orig_params=original, device_id=torch.device("cpu"))
+    for model in (plain(), sharded(True), sharded(False)):
+        watch = fp8watch.attach(model)
+        facts = watch._recorder._session.facts
+        blocks = coverage(list(named_modules(model)), [m for m in model.modules() if isinstance(m, Block)])
+        print(facts["gemm_flops_observed"], facts["not_taken"], round(blocks.observed, 4))
+        watch.detach()
+    dist.destroy_process_group()
+    """
+)
+
+
+def test_what_fsdp1_has_sharded_counts_by_its_full_shape(tmp_path):
+    for out in run_ranks(tmp_path, FSDP1_COVERAGE):
+        plain, sharded, flat = out.splitlines()
+        assert plain == "0.96 2 (Conv1d [32, 16, 3], 4 %) 0.8533"
+        assert sharded == plain
+        assert flat.startswith("1.0 ")  # the convolution has no parameter there: nothing is known of it
