@@ -15,7 +15,8 @@ from __future__ import annotations
 import itertools
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from fp8watch.quantize.site_quantizer import Wanted
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 _plans: dict[int, ObservationPlan] = {}
+_shown = dict(_plans)  # those that what runs now is told to
 _handles = itertools.count(1)
 _lock = threading.Lock()
 
@@ -39,7 +41,7 @@ def add_plan(plan: ObservationPlan) -> int:
     """Make a plan known to the ops; returns its handle."""
     with _lock:
         plan.handle = next(_handles)
-        _plans[plan.handle] = plan
+        _plans[plan.handle] = _shown[plan.handle] = plan
     return plan.handle
 
 
@@ -47,6 +49,30 @@ def remove_plan(plan: ObservationPlan) -> None:
     """Forget a plan. Graphs compiled with its sites fall through to unobserved arithmetic only after detach."""
     with _lock:
         _plans.pop(plan.handle, None)
+        _shown.pop(plan.handle, None)
+
+
+@contextmanager
+def nothing_counts() -> Iterator[None]:
+    """While a model runs on what is no data, for the shapes alone that come out: it computes as in training, and neither
+    statistics nor scales with a history hear of it. Every thread is meant: autograd's run such a backward."""
+    with _lock:
+        hidden = [(plan, plan.step.paused) for plan in _shown.values()]
+        _shown.clear()
+    for plan, _ in hidden:
+        plan.pause(True)
+    try:
+        yield
+    finally:
+        with _lock:
+            _shown.update({plan.handle: plan for plan, _ in hidden if plan.handle in _plans})
+        for plan, paused in hidden:
+            plan.pause(paused)
+
+
+def counts() -> bool:
+    """Whether what runs now counts."""
+    return len(_shown) == len(_plans)
 
 
 def site_tensor(plan: ObservationPlan, first_row: int) -> Tensor:
@@ -71,8 +97,8 @@ def lookup(site: Tensor) -> tuple[ObservationPlan, int]:
 
 
 def plan_of(site: Tensor | int) -> ObservationPlan | None:
-    """The plan of a site, which may be given as the number that it stands for; None after detach."""
-    return _plans.get(int(site) >> 32)
+    """The plan of a site, which may be given as the number that it stands for; None after detach, and where nothing counts."""
+    return _shown.get(int(site) >> 32)
 
 
 def enter_forward(plan: ObservationPlan) -> None:
@@ -85,6 +111,8 @@ def enter_forward(plan: ObservationPlan) -> None:
 
 def pass_number(plan: ObservationPlan, operand: int, count: bool) -> int | None:
     """Number of the pass that a call belongs to, None where it does not count."""
+    if plan.handle not in _shown:
+        return None
     if operand == GRAD_OUTPUT:
         plan.step.saw_backward()
         return plan.passes.in_backward() if count else None
@@ -131,6 +159,7 @@ def run_operand(
     """What a GEMM reads of one operand, one result a row of the slab; observed on the way where it counts. With `later` the
     columnwise copy is for backward, which reads its codes."""
     plan, first = lookup(site)
+    count = count and plan.handle in _shown
     number = pass_number(plan, operand, count)
     if x.numel() == 0:
         return []
@@ -252,8 +281,7 @@ def is_eager(*tensors: Tensor) -> bool:
 def _look_at_output(
     y: Tensor, site: Tensor, operand: int, columnwise: bool, factors: Sequence[Tensor | None]
 ) -> Tensor:
-    value = int(site)
-    plan, first = _plans.get(value >> 32), value & 0xFFFFFFFF
+    plan, first = plan_of(site), int(site) & 0xFFFFFFFF
     if plan is not None and not (operand == INPUT and graph_task() != -1):  # a recomputation was looked at before
         note_gemm_output(plan, first, y, operand, columnwise)
         if factors and (first in plan.canary.turn or first in plan.canary.forced):
@@ -361,16 +389,12 @@ def root_returned(output: Any, site: Tensor, number: int | None, grad: bool) -> 
         _end_forward(number, grad)
 
 
-def _keep_side_effects() -> None:
-    ops: Any = torch.ops.fp8watch
-    for op in (
-        ops.note_loss.default,
-        ops.forward_ended.default,
-        ops.quantize_dequantize.default,
-        ops.quantize_codes.default,
-        ops.look_at_output.default,
-    ):
-        torch.fx.node.has_side_effect(op)  # an op without a used result would otherwise be removed from the graph
-
-
-_keep_side_effects()
+_ops: Any = torch.ops.fp8watch
+for _op in (
+    _ops.note_loss.default,
+    _ops.forward_ended.default,
+    _ops.quantize_dequantize.default,
+    _ops.quantize_codes.default,
+    _ops.look_at_output.default,
+):
+    torch.fx.node.has_side_effect(_op)  # an op without a used result would otherwise be removed from the graph

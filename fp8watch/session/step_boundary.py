@@ -31,6 +31,7 @@ from fp8watch.session.gradient_norm import wrap_clipping
 from fp8watch.session.label_smoothing import wrap_label_smoother
 from fp8watch.session.loss_targets import wrap_cross_entropy
 from fp8watch.session.nested_steps import ALONE, NestedSteps, Nesting
+from fp8watch.session.shape_inference import wrap_shape_inference
 from fp8watch_agent.guard import Guard
 
 if TYPE_CHECKING:
@@ -207,12 +208,14 @@ def _after_clipping(parameters: list[torch.Tensor], norm: torch.Tensor, max_norm
 
 
 def _after_loss(targets: torch.Tensor, ignored: int) -> None:
+    if not custom_ops.counts():
+        return
     for watch in _all_watches():  # while a CUDA graph is captured it reads none on that device
         watch.guard.run("step_end", watch._on_targets, targets, ignored)
 
 
 def _after_smoothing(loss: torch.Tensor, adds_up: bool) -> None:
-    _each(lambda w: None if is_capturing() else w._on_loss(loss, adds_up))
+    _each(lambda w: None if is_capturing() or not custom_ops.counts() else w._on_loss(loss, adds_up))
 
 
 def _wrap_excepthook() -> Callable[[], None]:
@@ -267,7 +270,7 @@ def start(watch: StepListener) -> None:
                 [
                     before.remove, handle.remove, _wrap_scaler(), wrap_clipping(_after_clipping),
                     wrap_cross_entropy(_after_loss), wrap_label_smoother(_after_smoothing), wrap_saving(_saving),
-                    _wrap_excepthook(), _wrap_sigterm(),
+                    wrap_shape_inference(), _wrap_excepthook(), _wrap_sigterm(),
                 ]
             )  # fmt: skip
             _undo.append(lambda: atexit.unregister(_at_exit))

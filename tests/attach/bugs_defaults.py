@@ -6,6 +6,7 @@ from support.planted import Bug
 
 A = "tests/attach"
 _MESH = f"{A}/test_mesh.py::test_four_ranks_find_their_coordinates_without_a_collective"
+_STAGES = f"{A}/test_pipeline_stages.py::test_what_stages_run_for_shapes_is_not_observed_and_no_scale_remembers_it"
 _FSDP1 = f"{A}/test_ranks.py::test_what_fsdp1_has_sharded_counts_by_its_full_shape"
 DEFAULT_BUGS = [
     Bug("that no step ended stays said at the end", "watch:Watch._close", "if self._stuck and status is not StepStatus.ABORTED:", "if self._stuck:",
@@ -27,6 +28,9 @@ DEFAULT_BUGS = [
     Bug("a lookup of a class of its own is no GEMM", "flop_coverage:coverage",
         " or (head and _looks_up(fqn, module))", "",
         f"{A}/test_roles.py::test_an_embedding_of_another_class_is_a_gemm_only_where_it_may_be_the_head"),
+    Bug("what a stage runs for shapes is no training", "shape_inference:_wrap", "with nothing_counts():", "if nothing_counts:", _STAGES),
+    Bug("the backward that a stage runs for shapes is none", "shape_inference", ', "_prepare_backward_infra")', ",)", _STAGES),
+    Bug("stages of pipelines are given back", "shape_inference:wrap_shape_inference", "            back()", "            pass", _STAGES),
     Bug("what FSDP1 has sharded counts by its full shape", "flop_coverage:coverage", "full.get(id(p)) or _shape(p) for", "_shape(p) for", _FSDP1),
     Bug("a convolution that FSDP1 has sharded is named", "flop_coverage:_weights_of", "full.get(id(p)) or ", "", _FSDP1),
     Bug("a Linear whose parameters FSDP1 took counts", "flop_coverage:coverage", "if not size and", "if False and", _FSDP1),
