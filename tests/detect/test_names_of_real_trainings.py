@@ -94,6 +94,45 @@ def test_a_weight_that_leaps_once_is_corrupted_from_the_step_of_its_leap(octaves
     assert (incident.mode, incident.first.onset, incident.first.step) == ("silent-data-corruption", AT, AT + waits)
 
 
+def two_ranks(apart: float) -> list[Trace]:
+    """Of one run; under each name the second holds a weight that is so many octaves smaller."""
+    ranks = [healthy(3, STEPS), healthy(3, STEPS)]
+    ranks[1].rank, ranks[1].session = 1, "1" * 32
+    ranks[1].grow(ranks[1].mask(operand="weight"), np.full(STEPS, -apart))
+    return ranks
+
+
+@pytest.mark.parametrize("without", [0, 1])
+def test_a_weight_that_another_rank_holds_otherwise_does_not_leap_when_the_one_sends_nothing(without: int) -> None:
+    """Stages of a pipeline whose layers have the same names: of the one that is larger, some steps do not come."""
+    for octaves in (0.6, 2.0):
+        ranks = two_ranks(octaves)
+        ranks[without].columns["measured"][AT : AT + 3, ranks[without].mask(OUT, "weight")] = 0
+        assert play(Case(ranks, AT), every=1) == []
+
+
+def test_nor_was_it_there_first_when_values_break_in_that_step() -> None:
+    ranks = two_ranks(2.0)
+    ranks[0].columns["measured"][AT:, ranks[0].mask(OUT, "weight")] = 0
+    nan_after(ranks[1], AT, -1)
+    assert "silent-data-corruption" not in {f.mode for f in play(Case(ranks, AT))}
+
+
+@pytest.mark.parametrize("apart", [0.0, 0.6])
+def test_a_weight_that_leaps_is_corrupted_on_whatever_rank_it_is_the_largest(apart: float) -> None:
+    ranks = two_ranks(apart)
+    for t in ranks[: 2 if apart else 1]:
+        t.grow(t.mask(OUT, "weight"), np.where(since(t) > 0, 2.0, 0.0))
+    assert {f.mode for f in play(Case(ranks, AT))} == {"silent-data-corruption"}
+
+
+def test_replicas_of_which_one_is_silent_are_judged_by_the_other() -> None:
+    ranks = two_ranks(0.0)
+    ranks[0].columns["measured"][AT:, ranks[0].mask(OUT, "weight")] = 0
+    ranks[1].grow(ranks[1].mask(OUT, "weight"), np.where(since(ranks[1]) > 0, 2.0, 0.0))
+    assert "silent-data-corruption" in {f.mode for f in play(Case(ranks, AT))}
+
+
 def test_a_leap_that_waits_is_told_when_values_break_behind_it() -> None:
     t = healthy(3, STEPS)
     t.grow(t.mask(OUT, "weight"), np.where(since(t) > 0, 1.0, 0.0))

@@ -107,6 +107,20 @@ class CrossRankStep:
         got[row[mine]] = values[mine]
         return got
 
+    def holders(self, name: str) -> tuple[npt.NDArray[np.uint64], Mask]:
+        """Of each site: which ranks measured a field, as one number, and whether they measured different values. [S]"""
+        _, row, place = self._records
+        values = self._of_all(name)
+        known = self._measured(FIELD_BY_NAME[name].group) & ~np.isnan(values)
+        values, row, place = values[known], row[known], place[known]
+        numbers = (np.array([view.rank for view in self.views], dtype=np.uint64) + np.uint64(1)) * _SPREADING
+        which, least = np.zeros(len(self), dtype=np.uint64), np.full(len(self), math.inf)
+        np.add.at(which, row, (numbers ^ (numbers >> np.uint64(29)))[place])  # a sum that other ranks hardly have
+        np.minimum.at(least, row, values)
+        apart = np.zeros(len(self), dtype=np.bool_)
+        apart[row[values != least[row]]] = True
+        return which, apart
+
     @cached_property
     def _records(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Of all records of all ranks: groups that were measured, row of the table, place of the rank in `views`. [N]"""
@@ -344,6 +358,7 @@ class CrossRankStep:
 
 
 _INF = (math.inf, -math.inf)
+_SPREADING = np.uint64(0x9E3779B97F4A7C15)
 
 
 def measured(now: CrossRankStep, group: Measured) -> Mask:

@@ -8,6 +8,9 @@ gradient of ordinary size, was written by something else: a flipped bit in the w
 that leave amax where it is are found by comparing hashes between replicas (`agreement`). Where values break in the step in which it
 is seen, they read it: it was there first.
 
+Where ranks hold different weights under one name (stages of a pipeline that name their layers alike, parts of a sharded one), what is
+followed is the largest of them: a step in which others of them sent it says nothing of how it moved.
+
 A flip leaps once. A leap of less than `CERTAIN_OCTAVES` waits for the next step: where the weight goes on by as much, it grows,
 and is told as outlier-growth after the third step of it.
 """
@@ -56,6 +59,8 @@ class Corruption(Detector):
         self._last = np.full(num_sites, np.nan)
         self._last_step: int | None = None
         self._last_at = np.full(num_sites, -1, dtype=np.int64)  # step of `_last`
+        self._of = np.zeros(num_sites, dtype=np.uint64)  # the ranks of `_last`
+        self._apart = np.zeros(num_sites, dtype=np.bool_)  # ranks have held different ones of it
         self._moves = Baseline(num_sites)
         self._reason = np.zeros(num_sites, dtype=np.bool_)  # of the step before: its gradient wrote what is seen now
         self._looked_at: tuple[int, Mask] | None = None  # step, sites whose gradient was measured in it
@@ -71,6 +76,8 @@ class Corruption(Detector):
         if more > 0:
             self._last = np.concatenate([self._last, np.full(more, np.nan)])
             self._last_at = np.concatenate([self._last_at, np.full(more, -1, dtype=np.int64)])
+            self._of = np.concatenate([self._of, np.zeros(more, dtype=np.uint64)])
+            self._apart = np.concatenate([self._apart, np.zeros(more, dtype=np.bool_)])
             self._reason = np.concatenate([self._reason, np.zeros(more, dtype=np.bool_)])
             self._climbs = np.concatenate([self._climbs, np.zeros(more, dtype=np.int64)])
             self._leaped = np.concatenate([self._leaped, np.zeros(more)])
@@ -107,6 +114,7 @@ class Corruption(Detector):
         move = np.where(weights & (self._last_at == self._last_step), now.log2_amax - self._last, np.nan)
         known = np.isfinite(move)
         usual, spread = np.nan_to_num(self._moves.median()), self._moves.spread(limit.weight_floor_octaves)
+        known &= ~(self._apart & (now.holders("amax_max")[0] != self._of))
         with np.errstate(invalid="ignore"):
             leap = known & (np.abs(move - usual) > np.maximum(CERTAIN_OCTAVES, SIGMA * spread)) & ~self._reason
         leap &= self._moves.count >= MIN_KNOWN
@@ -131,7 +139,10 @@ class Corruption(Detector):
         apart = now.step - self._last_step if self._last_step is not None else 1
         # An expert that rests moves by all of its steps at once when it is called again.
         rested = (self._last_at >= 0) & (now.step - self._last_at > 2 * apart)
+        of, differ = now.holders("amax_max")
+        rested |= self._apart & (of != self._of)
         move[rested], apart = np.nan, min(MAX_APART, apart)
+        self._of, self._apart = np.where(np.isnan(amax), self._of, of), self._apart | (differ & weights)
         self._last = np.where(np.isnan(amax), self._last, amax)
         self._last_at = np.where(np.isnan(amax), self._last_at, now.step)
         self._last_step = now.step
