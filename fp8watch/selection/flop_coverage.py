@@ -134,7 +134,8 @@ def coverage(
     seen: set[int] = set()
     names = {id(o.tensor(p)): p.fqn for o in own for p in o.parameters}
     observed: dict[str, float] = {}
-    left = sum(2.0 * math.prod(full.get(id(head.embedding.weight)) or _shape(head.embedding.weight)) for head in heads)
+    embeddings = [head.embedding.weight for head in heads]
+    left = sum(2.0 * math.prod(full.get(id(p)) or _shape(p)) for p in embeddings)
     others: list[_Weight] = []
     passed_over: list[_Weight] = []
     head = any(role_of(fqn) == OUTPUT_HEAD and m._parameters.get("weight") is not None for fqn, m in named)

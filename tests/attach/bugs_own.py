@@ -55,7 +55,7 @@ OWN_BUGS = [
     Bug("what a head is given is looked at in a graph", "module_hooks:GivenHook.__call__", "look_at_probe_in_graph(args", "(lambda *_: None)(args",
         f"{_P}test_what_a_head_is_given_is_looked_at_in_a_graph"),
     Bug("a head without a Linear counts among the GEMMs", "flop_coverage:coverage",
-        "sum(2.0 * _numel(head.embedding.weight) for head in heads)", "0.0", _HEAD_SEEN),
+        "sum(2.0 * math.prod(full.get(id(p)) or _shape(p)) for p in embeddings)", "0.0", _HEAD_SEEN),
     Bug("a method that a subclass hands on to is read", "tied_heads:_codes", "for base in cls.__mro__:", "for base in cls.__mro__[:1]:",
         _HEAD_SEEN),
     Bug("what came into a head is what it multiplies", "own_gemms:GemmMode._see", "first if second_is is not None else second",
