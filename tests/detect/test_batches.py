@@ -12,7 +12,7 @@ from detect.scenarios import Case
 from detect.trace import Trace, healthy
 
 from fp8watch_agent.batch_names import CONCENTRATION, HASH, MASK, SHIFTS, TARGETS
-from fp8watch_agent.record import StepStatus
+from fp8watch_agent.record import Measured, StepStatus
 from fp8watch_server.detect.modes.bad_batch.repeated import RepeatedBatches
 from fp8watch_server.incidents.explain import explain
 
@@ -208,8 +208,17 @@ def test_classes_that_become_fewer_or_more_are_told_with_their_step(then: float,
 def stand(t: Trace, modules: tuple[str, ...]) -> None:
     for module in modules:
         hit = t.mask(module=module, operand="weight")
-        for name in ("amax_max", "amax_min_nonzero"):
+        t.columns["amax_min_nonzero"][:, hit] = 0.7 * t.columns["amax_max"][:, hit]  # of several tiles
+        for name in ("amax_max", "amax_min_nonzero", "moment2", "moment4"):
             t.columns[name][AT:, hit] = t.columns[name][AT, hit]
+
+
+def hashed(t: Trace, module: str, hashes: np.ndarray, every: int) -> None:
+    """Hashes of one weight, one in so many steps."""
+    hit = t.mask(module=module, operand="weight")
+    t.columns.setdefault("weight_hash", np.zeros(t.columns["measured"].shape, dtype=np.int64))
+    t.columns["weight_hash"][:, hit] = hashes[:, None]
+    t.columns["measured"][np.ix_(np.arange(STEPS) % every == 1, hit)] |= int(Measured.HASH)
 
 
 def test_weights_that_stand_still_are_named_while_the_others_move() -> None:
@@ -221,28 +230,74 @@ def test_weights_that_stand_still_are_named_while_the_others_move() -> None:
     assert title == f"The weight of {t.sites[0].module} stands still since step 80: updates are not written back"
 
 
+def standing_hashes() -> np.ndarray:
+    moves = np.random.default_rng(4).integers(-(1 << 62), 1 << 62, STEPS)
+    return np.where(np.arange(STEPS) < AT, moves, moves[AT])
+
+
+def one_tile(t: Trace, module: str) -> np.ndarray:
+    hit = t.mask(module=module, operand="weight")
+    t.columns["amax_min_nonzero"][:, hit] = t.columns["amax_max"][:, hit]
+    return hit
+
+
 @pytest.mark.parametrize("stands", [True, False])
-def test_a_weight_of_one_tile_stands_where_its_energy_does(stands: bool) -> None:
+def test_a_weight_of_one_tile_without_hashes_stands_where_all_sums_do(stands: bool) -> None:
     t = made()
     stand(t, (t.sites[0].module,))
-    hit = t.mask(module=t.sites[0].module, operand="weight")
-    t.columns["amax_min_nonzero"][:, hit] = t.columns["amax_max"][:, hit]
-    if stands:
-        t.columns["moment2"][AT:, hit] = t.columns["moment2"][AT, hit]
-    else:
-        t.columns["moment2"][AT:, hit] *= 1 + 1e-5 * np.arange(STEPS - AT)[:, None]
+    hit = one_tile(t, t.sites[0].module)
+    if not stands:
+        t.columns["moment4"][AT:, hit] *= 1 + 1e-3 * (np.arange(STEPS - AT) // 3)[:, None]
     told = [i for i in incidents(t) if i.mode == "dead-layer"]
     assert len(told) == stands
     if stands:
-        assert told[0].first.onset == AT
+        assert (told[0].first.onset, told[0].first.step) == (AT, AT + 4)
+
+
+@pytest.mark.parametrize("stands", [True, False])
+def test_a_weight_of_one_tile_stands_where_its_hash_does(stands: bool) -> None:
+    """Its sums stand, rounded as they travel, while a dead unit holds its largest element where it is."""
+    t = made()
+    module = t.sites[0].module
+    stand(t, (module,))
+    one_tile(t, module)
+    moves = np.random.default_rng(4).integers(-(1 << 62), 1 << 62, STEPS)
+    hashed(t, module, standing_hashes() if stands else moves, 8)
+    told = [i for i in incidents(t) if i.mode == "dead-layer"]
+    assert len(told) == stands
+    if stands:
+        assert (told[0].first.onset, told[0].first.step) == (AT, AT + 9), "the second hash since"
+
+
+@pytest.mark.parametrize("moves", ["weight_hash", "moment2"])
+def test_a_weight_that_moves_as_a_whole_does_not_stand(moves: str) -> None:
+    t = made()
+    module = t.sites[0].module
+    stand(t, (module,))
+    if moves == "weight_hash":
+        hashed(t, module, np.arange(STEPS), 2)
+    else:
+        t.columns[moves][AT:, t.mask(module=module, operand="weight")] *= 1 + 1e-3 * np.arange(STEPS - AT)[:, None]
+    assert incidents(t) == []
+
+
+def test_a_weight_whose_updates_end_while_its_extremes_stand_is_told() -> None:
+    t = made()
+    module = t.sites[0].module
+    stand(t, (module,))
+    one_tile(t, module)
+    hashes = np.random.default_rng(4).integers(-(1 << 62), 1 << 62, STEPS)
+    hashes[AT + 12 :] = 7
+    hashed(t, module, hashes, 4)
+    [incident] = incidents(t)
+    assert incident.first.step == AT + 17
 
 
 def test_a_weight_of_one_tile_that_is_found_later_is_of_the_same_incident() -> None:
     t = made()
     first, later = t.sites[0].module, next(s.module for s in t.sites if s.module != t.sites[0].module)
     stand(t, (first, later))
-    hit = t.mask(module=first, operand="weight")
-    t.columns["amax_min_nonzero"][:, hit] = t.columns["amax_max"][:, hit]
+    hit = one_tile(t, first)
     t.columns["moment2"][:, hit] = np.linspace(1, 2, STEPS)[:, None]
     t.columns["moment2"][AT + 8 :, hit] = 3.0
     [incident] = [i for i in incidents(t) if i.mode == "dead-layer"]

@@ -11,8 +11,8 @@ is information); over steps without an update, or with a learning rate that all 
 for its update is what the look shows: a weight that is unfrozen in this step still stands where it stood. Of each weight one rank
 is followed: many ranks merge steps into records, and the extremes of two that overlap are the same where both hold one step.
 
-A weight of one tile has one element for both, and that stands still by itself where nothing pulls it: a row behind a unit that is
-dead, without decay. Of such a weight its energy, in units of amax², must have stood too, from one full sample to the next.
+Where two looks of that time say that the weight moved as a whole (`whole`), it did not stand. A weight of one tile has one element for
+both extremes, and that stands by itself behind a unit that is dead: of such a weight it must be known that all of it stood.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import numpy.typing as npt
 from fp8watch_server.detect.context import Context
 from fp8watch_server.detect.detector import Detector
 from fp8watch_server.detect.finding import Evidence, Finding
+from fp8watch_server.detect.modes.dead_layer.whole import WholeWeights
 from fp8watch_server.detect.step_view import GRAD_OUTPUT, Mask
 
 LOOKS = 32
@@ -32,8 +33,6 @@ ODD_LOOKS = 1
 VANISHED = 0.01
 """Of the usual learning rate: what moves by less may stand still."""
 REPEAT_STEPS = 8
-SAME_ENERGY = 2e-7
-"""Of an energy: in another order the same elements add up to one that is no further off."""
 LOW_BITS = np.uint32((1 << 13) - 1)  # of a float32, those that float16 and bfloat16 lack
 
 
@@ -51,8 +50,7 @@ class StandingWeights(Detector):
         self._since = np.full(num_sites, -1, dtype=np.int64)
         self._on = np.zeros(num_sites, dtype=np.bool_)  # it is known to stand, until it moves
         self._rank = np.full(num_sites, -1, dtype=np.int64)  # whose records are looked at
-        self._energy = np.full((num_sites, 2), np.nan)  # of its last full sample, and how long it had stood by then
-        self._stood = np.zeros(num_sites, dtype=np.bool_)  # as a whole, while its extremes did
+        self._whole = WholeWeights(num_sites)
         self._told = -REPEAT_STEPS
         self._named = -1  # the weight that was told first of those that stand
         self._updated = False  # the step before ended with an update
@@ -63,9 +61,10 @@ class StandingWeights(Detector):
         more = num_sites - len(self._num)
         if more > 0:
             fresh = StandingWeights(more)
-            for name in ("_last", "_moved", "_num", "_still", "_since", "_on", "_rank", "_energy", "_stood"):
+            for name in ("_last", "_moved", "_num", "_still", "_since", "_on", "_rank"):
                 setattr(self, name, np.concatenate([getattr(self, name), getattr(fresh, name)]))
             self._needed = np.concatenate([self._needed, fresh._needed], axis=1)
+            self._whole.grow(fresh._whole)
 
     def frozen(self) -> None:
         """Baselines of sites go on."""
@@ -75,7 +74,8 @@ class StandingWeights(Detector):
         self._forget()
 
     def _forget(self) -> None:
-        self._last[:], self._energy[:], self._stood[:] = np.nan, np.nan, False
+        self._last[:] = np.nan
+        self._whole.forget(np.ones(len(self._num), dtype=np.bool_))
         self._still[:], self._since[:], self._on[:], self._rank[:] = 0, -1, False, -1
         self._updated = False
 
@@ -98,26 +98,17 @@ class StandingWeights(Detector):
         begins = same & (self._still == 0)
         self._since[begins] = now.step - 1
         self._still[same] += 1
-        self._stood &= same | ~known
-        self._look_at_energies(ctx, same)
+        self._whole.forget(known & ~same)
+        self._whole.look(now, self._rank, same)
         long = same & (self._still >= ctx.limit.standing_looks)
         self._on |= long & self._usually_moves()
-        hit = long & self._on & ((here[:, 0] != here[:, 1]) | self._stood)
+        hit = long & self._on & (((here[:, 0] != here[:, 1]) & ~self._whole.moved) | self._whole.stood)
         if self._named >= 0 and not self._on[self._named]:
             self._named = -1
         if not hit.any() or now.step - self._told < REPEAT_STEPS:
             return []
         self._told = now.step
         return [self._finding(ctx, hit & needs if np.any(hit & needs) else hit, known, sure=bool(np.any(hit & needs)))]
-
-    def _look_at_energies(self, ctx: Context, same: Mask) -> None:
-        """Whether weights stand as a whole: two full samples of the time in which their extremes did say so, or that they do not."""
-        energy = ctx.now.of_rank("moment2", self._rank)
-        full = same & np.isfinite(energy)
-        both = full & (self._energy[:, 1] >= 1) & (self._energy[:, 1] < self._still)
-        alike = np.abs(energy - self._energy[:, 0]) <= SAME_ENERGY * np.abs(energy)
-        self._stood = (self._stood & ~both) | (both & alike)
-        self._energy[full] = np.column_stack([energy, self._still])[full]
 
     def _usually_moves(self) -> Mask:
         """Weights that moved at nearly all looks before they stood. [S]"""
