@@ -24,11 +24,11 @@ from fp8watch.layers.expert_groups import ExpertGroups
 from fp8watch.layers.expert_products import bias_of, can_multiply, multiply, unusual
 from fp8watch.layers.local_part import local_part
 from fp8watch.layers.observe_gemm import Gemm, observe_gemm
+from fp8watch.layers.parameter_trail import ParameterTrail, ParameterUse
 from fp8watch.layers.probe_ops import look_at_probe
 
 _INSIDE = "multi_head_attention_forward"
 """A function written in Python whose products are made inside, where a mode does not look."""
-_LOOKUP = "embedding"
 FIRST_STEPS, HEADS_EVERY = 16, 8
 """Heads that are no Linears are looked at in each of the first steps, then in one of so many: the mode sees all that the
 whole forward calls, for the sake of one product in it."""
@@ -78,7 +78,7 @@ class OwnGemms:
     computes: frozenset[str] = frozenset()
     called: bool = False  # in eager code, in training
     seen: set[str] = field(default_factory=set)  # parameters of which a product was recognised
-    read_by: dict[str, str] = field(default_factory=dict)  # others -> the first function that read them
+    use: ParameterUse = field(default_factory=ParameterUse)  # of all of them
     forward_only: set[str] = field(default_factory=set)  # of those seen: multiplied where autograd does not look
     kept_high: dict[str, str] = field(default_factory=dict)  # of those that compute in FP8: what did not, and why
     _tries: int = FORWARDS_IN_VAIN
@@ -131,6 +131,7 @@ class GemmMode(TorchFunctionMode):
             if isinstance(parameter, Tensor) and is_eager(parameter):
                 self._parameters[path] = parameter
                 self._add(parameter, path, None)
+        self._trail = ParameterTrail(gemms.use, self._parameters)
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -152,8 +153,8 @@ class GemmMode(TorchFunctionMode):
             self._guarded(self._see, name, product, args, kwargs, out)
         elif name in _GATHERS:
             self._guarded(self._gather, args, out)
-        elif len(self._gemms.seen) < len(self._parameters):
-            self._read(name, args)
+        if len(self._gemms.seen) < len(self._parameters):
+            self._guarded(self._trail.see, name, args, kwargs, out)
         return out
 
     def _guarded(self, look: Callable[..., None], *args: Any) -> None:
@@ -264,7 +265,7 @@ class GemmMode(TorchFunctionMode):
         if gemm is not None and of_ranks is not None:
             gemm = replace(gemm, dgrad=dgrad, of_ranks=of_ranks) if _one_product(first, second, part, product) else None
         if gemm is None or not is_eager(gemm.x):
-            self._gemms.read_by.setdefault(path, f"{name} of shapes that are not known")
+            self._gemms.use.read_by.setdefault(path, f"{name} of shapes that are not known")
             return
         self._measured.add(path)
         self._gemms.seen.add(path)
@@ -352,15 +353,6 @@ class GemmMode(TorchFunctionMode):
                 size = known.tensor[0].numel() * known.tensor.element_size()
                 return known, (at - known.start) // size
         return None
-
-    def _read(self, name: str, args: Sequence[Any]) -> None:
-        """Remember what else reads a parameter, to be told where no product does."""
-        for arg in args:
-            for part in arg if isinstance(arg, (tuple, list)) else (arg,):
-                if isinstance(part, Tensor) and name not in ("__get__", "__getitem__", "data_ptr", _LOOKUP):
-                    for path, parameter in self._parameters.items():
-                        if part is parameter:
-                            self._gemms.read_by.setdefault(path, name)
 
 
 def _factors(product: _Product, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:

@@ -12,14 +12,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from fp8watch.observer.probes import is_norm
-from fp8watch.selection.own_parameters import NO_GEMM, OwnModule
+from fp8watch.selection.own_parameters import LEARNED_ARRAYS, NO_GEMM, OwnModule
 from fp8watch.selection.tied_heads import TiedHead
 from fp8watch_agent.roles import EMBEDDING, OUTPUT_HEAD, ROUTER, pattern, role_of
 
@@ -27,7 +27,7 @@ NAMED_ON_LINE = 4
 MAX_FACT_CHARS = 2000
 MUCH = 0.1
 """Of the GEMM FLOPs: a parameter that would be as many is not passed over for its name."""
-_LOOKED_UP = re.compile(r"embed|(?:cls|class|mask|register|dist\w*)_tokens?$", re.IGNORECASE)
+_LOOKED_UP = re.compile(rf"embed|(?:cls|class|mask|register|dist\w*)_tokens?$|{LEARNED_ARRAYS}$", re.IGNORECASE)
 _TOP_K = ("top_k", "topk", "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_router_topk")
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _NUMBERED_EXPERT = re.compile(r"(?:^|\.)(\w*experts)\.\d+(?:\.|$)")
@@ -61,6 +61,18 @@ class Coverage:
         """Share of the model's GEMM FLOPs that these observed modules are."""
         return sum(self.shares.get(name, 0.0) for name in names)
 
+    def without(self, arrays: Iterable[str]) -> Coverage:
+        """The same where these observed modules turned out to be none of the GEMM FLOPs."""
+        rest = 1.0 - (gone := self.silent(arrays := list(arrays)))
+        if not arrays or rest <= 0.0:
+            return self if not arrays else replace(self, observed=None, shares={})
+        shares = {name: share / rest for name, share in self.shares.items() if name not in arrays}
+        return replace(self, observed=((self.observed or 0.0) - gone) / rest, shares=shares)
+
+    def not_counted_names(self) -> list[str]:
+        """Parameters that are no GEMM weights by their names, and what they are."""
+        return [f"{n.name} ({n.what})" for n in self.not_counted]
+
     def line(self) -> str | None:
         """Text for the line that attach prints; None when there is nothing to report."""
         if self.observed is None or (self.observed >= 0.995 and not self.not_taken):
@@ -82,7 +94,7 @@ class Coverage:
             "not_taken": _joined(map(str, self.not_taken)),
         }
         if self.not_counted:
-            facts["not_counted"] = _joined(f"{n.name} ({n.what})" for n in self.not_counted)
+            facts["not_counted"] = _joined(self.not_counted_names())
         return facts
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import UninitializedParameter
+from torch.nn.utils.parametrize import ParametrizationList
 
 from fp8watch.layers.fp8_linear import SITE_KEY
 from fp8watch.layers.local_part import is_dtensor, local_part
@@ -30,9 +31,12 @@ from fp8watch_agent.roles import role_of
 OWN_FORWARD = "own forward"
 """How the reason begins with which a subclass of Linear is left out of the FP8 path."""
 
+LEARNED_ARRAYS = r"(?:^|[_.])(?:latents|queries|registers|mems?|memories|mem_[kv])"
+"""Names that learned arrays end with which enter as activations do: Perceiver's latents, queries of a decoder, memory tokens."""
 NO_GEMM = re.compile(
-    r"embed|bias|norm|_log$|(?:^|[_.])(?:pos|positions?|positional|tokens?|scales?|scaling)(?:$|[_.\d])", re.IGNORECASE
-)
+    r"embed|bias|norm|_log$|(?:^|[_.])(?:pos|positions?|positional|tokens?|scales?|scaling)(?:$|[_.\d])"
+    rf"|{LEARNED_ARRAYS}$", re.IGNORECASE,
+)  # fmt: skip
 """Names of parameters that are looked up, added or multiplied element by element. Names only: `flop_coverage` says which
 were passed over, because a product may read them all the same."""
 
@@ -94,10 +98,13 @@ def select_own(
     """
     own_forward = {m.fqn for m in left_out if m.reason.startswith((OWN_FORWARD, TENSOR_PARALLEL))}
     gathered = gathered_by_fsdp(model)
+    computed = {id(made) for _, module in named if isinstance(module, _OTHERS) for made in _parametrizations(module)}
     found: list[OwnModule] = []
     done: set[int] = set()
     for fqn, module in named:
-        if id(module) in taken or id(module) in done or not _multiplies(fqn, module, own_forward):
+        if id(module) in taken or id(module) in done or id(module) in computed:
+            continue
+        if not _multiplies(fqn, module, own_forward):
             continue
         done.add(id(module))
         own = OwnModule(fqn, module, [p for p in _parameters(fqn, module) if id(p) not in done])
@@ -131,6 +138,13 @@ def _multiplies(fqn: str, module: nn.Module, own_forward: Container[str]) -> boo
             fqn in own_forward and _has_weight(module) and role_of(fqn) is None and "router" not in cls.__name__.lower()
         )
     return not (role_of(fqn) is not None and _has_weight(module)) and "router" not in cls.__name__.lower()
+
+
+def _parametrizations(module: nn.Module) -> Iterator[nn.Module]:
+    """What its weights are computed from (torch.nn.utils.parametrize)."""
+    held = module._modules.get("parametrizations")
+    if isinstance(held, nn.ModuleDict):
+        yield from (made for made in held.values() if isinstance(made, ParametrizationList))
 
 
 def _has_weight(module: nn.Module) -> bool:

@@ -4,7 +4,7 @@ Shapes:     rows of the slab that were ever measured -> a line for people, facts
 Thread:     training
 
 Asked after the first step that was observed, and again where a site comes in later, such as that of an expert without tokens
-so far: then the facts are put right. What was read by something that is not known stays silent; a module that was not called
+so far: then the facts are put right. A parameter that was followed and is an array, no weight, is none of the GEMM FLOPs. What was read by something that is not known stays silent; a module that was not called
 may come later, so that much of the model is blind is said of those after `ALARM_AFTER_STEPS`.
 """
 
@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 
 from torch import Tensor
 
+from fp8watch.layers.fp8_linear import SITE_KEY
 from fp8watch.selection.flop_coverage import percent
 from fp8watch.selection.wrappers import named_modules
 from fp8watch.session.attachment import Attachment
@@ -36,6 +37,8 @@ NOT_KNOWN = "no product with it was recognised"
 EVALUATED = (
     "in evaluation mode and without gradients, as a target network or a teacher is: its forwards are not looked at"
 )
+ARRAY = "an array that enters as activations do, no GEMM weight"
+READ_ELSEWHERE = "never called as a module: its weight is read elsewhere"
 
 
 class Silence:
@@ -46,6 +49,7 @@ class Silence:
         self._told: dict[str, str | float] = {
             "not_called": "", "silent": "", "silent_share": "", "blind": "", "not_in_fp8": "",
             "gemm_flops_observed": round(attachment.coverage.observed or 0.0, 4),
+            "not_counted": _joined(attachment.coverage.not_counted_names()),
         }  # fmt: skip
 
     def ask(self, arrived: Set[int], unobserved: Set[int], num_steps: int = 1) -> tuple[str, Mapping[str, str | float]]:
@@ -56,31 +60,57 @@ class Silence:
             unobserved: rows that attach was told to leave alone.
             num_steps: that were observed.
         """
+        covered, loud = self._attachment.coverage, ""
         silent = silent_modules(self._attachment.table, arrived, unobserved)
+        arrays = self._arrays(silent)
+        silent = [name for name in silent if name not in arrays]
         reasons = self._reasons(silent)
         evaluated = self._evaluated(name for name in silent if name not in reasons)
-        idle = layers_of(name for name in silent if name not in reasons and name not in evaluated)
-        unseen = [f"{name} ({reason})" for name, reason in _by_layers(reasons | evaluated | self._forward_only())]
+        elsewhere = self._read_elsewhere(name for name in silent if name not in reasons and name not in evaluated)
+        known = reasons | evaluated | elsewhere
+        idle = layers_of(name for name in silent if name not in known)
+        unseen = [f"{name} ({reason})" for name, reason in _by_layers(known | self._forward_only())]
         high = [f"{name} ({reason})" for name, reason in _by_layers(self._kept_high())]
-        covered, loud = self._attachment.coverage, ""
-        share, announced = covered.silent(silent), covered.observed or 0.0
-        unsaid = covered.silent([name for name in silent if name not in evaluated])
+        counted = covered.without(arrays)
+        share, announced = counted.silent(silent), counted.observed or 0.0
+        unsaid = counted.silent([name for name in silent if name not in evaluated])
         if unsaid > ALARM_SHARE * announced:
             loud = f"{percent(unsaid)} of the GEMM FLOPs were announced as observed and send nothing"
-        for_good = num_steps >= ALARM_AFTER_STEPS or covered.silent(reasons) > ALARM_SHARE * announced
+        for_good = num_steps >= ALARM_AFTER_STEPS or counted.silent(reasons) > ALARM_SHARE * announced
         facts: dict[str, str | float] = {
             "not_called": _joined(idle), "silent": _joined(unseen), "silent_share": loud,
             "blind": _blind(loud, unseen, idle) if loud and for_good else "", "not_in_fp8": _joined(high),
             "gemm_flops_observed": round(max(0.0, announced - share), 4),
+            "not_counted": _joined([*covered.not_counted_names(), *(f"{name} ({ARRAY})" for name in layers_of(arrays))]),
         }  # fmt: skip
         changed = {name: value for name, value in facts.items() if value != self._told[name]}
         self._told = facts
         said = [
-            (f"not called in the first step: {_some(idle)}", idle),
+            (f"not called as {'modules' if len(idle) > 1 else 'a module'} in the first step: {_some(idle)}", idle),
             (f"not observed: {_some(unseen)}", unseen),
             (f"in high precision, against what was announced: {_some(high)}", high),
         ]
         return "; ".join([text for text, names in said if names] + ([loud] if loud else [])), changed
+
+    def _arrays(self, silent: Sequence[str]) -> list[str]:
+        own = self._attachment.own
+        return [
+            fqn
+            for fqn in silent
+            if fqn in own and own[fqn][1] in own[fqn][0].sites and own[fqn][0].use.is_array(own[fqn][1])
+        ]
+
+    def _read_elsewhere(self, names: Iterable[str]) -> dict[str, str]:
+        """Of modules: those that were not called, and whose own parameters got a gradient all the same."""
+        modules = dict(named_modules(self._attachment.model))
+        probed = {s.fqn for s in self._attachment.table if s.probed}
+        there = ((name, modules[name]) for name in names if name in modules)
+        return {
+            name: READ_ELSEWHERE
+            for name, module in there
+            if (SITE_KEY in module.__dict__ or name in probed)  # else it took the place of the one that is meant
+            and any(_gets_gradient(p) for p in module.parameters(recurse=False))
+        }
 
     def _evaluated(self, names: Iterable[str]) -> dict[str, str]:
         """Of modules: those that are not in training mode and get no gradient, while others do. What is trained in evaluation
@@ -114,7 +144,7 @@ class Silence:
         for fqn in silent:
             if fqn in own:
                 gemms, path = own[fqn]
-                reader = gemms.read_by.get(path)
+                reader = gemms.use.read_by.get(path)
                 why = f"read by {reader}, whose product is not recognised" if reader else NOT_KNOWN
                 found[fqn] = why if gemms.called else NOT_SEEN
         return {name: found[name] for name in silent if name in found}

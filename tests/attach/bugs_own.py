@@ -13,8 +13,36 @@ _P = "tests/attach/test_probes.py::"
 _RANKS = "tests/attach/test_tensor_parallel.py::test_each_rank_observes_its_part_and_no_number_changes"
 _HEAD_SEEN = f"{_H}test_a_product_with_the_embedding_is_looked_at_and_changes_nothing"
 _TWICE = "tests/attach/test_double_backward.py::"
+_ARRAYS = "tests/attach/test_arrays.py::"
+_IS_ARRAY = f"{_ARRAYS}test_an_array_that_enters_as_activations_do_is_no_gemm_weight"
+_IS_FACTOR = f"{_ARRAYS}test_a_parameter_from_which_a_factor_is_computed_stays_one"
 _VMAP = "tests/attach/test_vmap.py::"
 OWN_BUGS = [
+    Bug("an array beside activations is none of the factors that come of them", "parameter_trail:ParameterTrail._follow",
+        "if not (beside and name in _JOINS):", "if True:", _IS_ARRAY),
+    Bug("an array that a Linear takes as its input is no weight", "parameter_trail:ParameterTrail._follow",
+        "NONE.union(*made[1:])", "paths", _IS_ARRAY),
+    Bug("a computed weight of a Linear is one", "parameter_trail:ParameterTrail._follow", "NONE.union(*made[1:])", "NONE", _IS_FACTOR),
+    Bug("a mask and a parameter are no activations", "parameter_trail:_is_activation",
+        "tensor.requires_grad and not isinstance(tensor, nn.Parameter) and tensor.grad_fn is not None", "True", _IS_FACTOR),
+    Bug("what is computed from a parameter is followed", "parameter_trail:ParameterTrail._follow",
+        "self._keep(t, paths)", "pass", _IS_FACTOR),
+    Bug("a factor of a product is no array", "parameter_trail:ParameterUse.is_array", " and path not in self.as_factor", "", _IS_FACTOR),
+    Bug("arrays are none of the GEMM FLOPs", "flop_coverage:Coverage.without", "- gone) / rest", "- gone)",
+        _IS_ARRAY),
+    Bug("names of learned arrays are no GEMM weights", "selection.own_parameters", r"(?:^|[_.])(?:latents|", r"(?:^|[_.])(?:latent|",
+        f"{_ARRAYS}test_names_of_learned_arrays_are_no_gemm_weights_however_large_they_are"),
+    Bug("names of learned arrays are looked up however large they are", "flop_coverage", r"|{LEARNED_ARRAYS}$", "",
+        f"{_ARRAYS}test_names_of_learned_arrays_are_no_gemm_weights_however_large_they_are"),
+    Bug("what a convolution computes its weight from is the convolution's", "own_parameters:select_own",
+        " or id(module) in computed", "",
+        f"{_ARRAYS}test_what_a_convolution_computes_its_weight_from_is_left_as_the_convolution_is"),
+    Bug("a weight that is read without a call is said to be", "silent_sites:Silence._read_elsewhere",
+        "any(_gets_gradient(p) for p in module.parameters(recurse=False))", "False",
+        f"{_ARRAYS}test_a_module_whose_weight_is_read_without_a_call_is_said_to_be_that"),
+    Bug("what took the place of a module is not it", "silent_sites:Silence._read_elsewhere",
+        "(SITE_KEY in module.__dict__ or name in probed)", "True",
+        "tests/attach/test_coverage.py::test_linears_that_were_replaced_after_attach_are_told_as_not_called"),
     Bug("vmap's samples are rows", "vmap_rules:batch_in_rows", "op(of_sample.flatten(0, 1), site, operand, *rest)",
         "op(of_sample[0], site, operand, *rest)",
         f"{_VMAP}test_per_sample_gradients_are_those_of_the_model_and_the_samples_are_rows"),
@@ -62,7 +90,7 @@ OWN_BUGS = [
         "out", f"{_H}test_it_is_told_whether_what_is_not_finite_came_in"),
     Bug("a weight that is handed on is named", "tied_heads:_readers", "yield from only_read", "pass",
         f"{_H}test_a_weight_that_is_handed_on_is_named"),
-    Bug("a lookup is no product", "own_gemms:GemmMode._read", ', _LOOKUP)', ")",
+    Bug("a lookup is no product", "layers.parameter_trail", '"embedding", *_CASTS', "*_CASTS",
         f"{_H}test_a_product_that_is_not_known_is_named_with_what_reads_the_weight"),
     Bug("a head has turns", "own_gemms:OwnGemms.due", " or plan.step.num_begun % HEADS_EVERY == 0", " or True",
         f"{_H}test_after_the_first_steps_it_has_turns"),
@@ -112,7 +140,7 @@ OWN_BUGS = [
         "tests/attach/test_coverage.py::test_a_parameter_that_is_no_gemm_by_its_name_is_named_and_counted_where_it_would_be_much"),
     Bug("a forward whose backward nobody sees is not waited for", "observe_gemm:observe_gemm", "if hidden:", "if False:",
         f"{_T}test_where_every_product_has_a_backward_of_its_own_steps_end_and_gradients_are_said_to_be_unseen"),
-    Bug("gradients that nobody sees are said", "silent_sites:Silence.ask", "evaluated | self._forward_only()", "evaluated",
+    Bug("gradients that nobody sees are said", "silent_sites:Silence.ask", "known | self._forward_only()", "known",
         f"{_T}test_where_every_product_has_a_backward_of_its_own_steps_end_and_gradients_are_said_to_be_unseen"),
     Bug("what comes later is observed again", "site_registration:SiteRegistration.see",
         "len(self._registered) != self._asked_at)", "self._asked_at < 0)", f"{_T}test_what_comes_later_is_observed_again"),

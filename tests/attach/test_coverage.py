@@ -212,7 +212,7 @@ def test_modules_that_were_not_called_are_a_fact_of_the_session_too(attach, caps
     model["used"](torch.randn(8, 64)).sum().backward()
     watch.step()
     assert (
-        "not called in the first step: idle.*; 75 % of the GEMM FLOPs were announced as observed and send nothing\n"
+        "not called as a module in the first step: idle.*; 75 % of the GEMM FLOPs were announced as observed and send nothing\n"
         in capsys.readouterr().err
     )
     assert watch._recorder.facts["not_called"] == "idle.*"
@@ -287,4 +287,4 @@ def test_linears_that_were_replaced_after_attach_are_told_as_not_called(attach, 
     model.a = other
     losses = train(model, steps=2)
     assert watch._recorder.losses() == pytest.approx(losses, rel=1e-6)
-    assert "not called in the first step: a\n" in capsys.readouterr().err
+    assert "not called as a module in the first step: a\n" in capsys.readouterr().err
