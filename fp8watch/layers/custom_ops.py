@@ -362,8 +362,7 @@ def _end_forward(site: Tensor | int, grad: bool) -> None:
     plan = plan_of(site)
     if plan is not None and graph_task() == -1:
         plan.passes.forward_ended(grad=grad)
-        if not plan.step.forward_seen:
-            plan.step.saw_root(grad=grad)
+        plan.step.saw_root(grad=grad)
 
 
 def _forward_ended(after: Tensor, site: Tensor, grad: bool) -> Tensor:

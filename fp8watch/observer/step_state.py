@@ -51,7 +51,8 @@ class StepState:
     calls: int = 0  # observations, in order of execution
     forward_seen: bool = False
     backward_seen: bool = False
-    root_seen: bool = False  # the model returned, with gradients
+    root_seen: bool = False  # the model returned, with gradients, and no watched module ran
+    returned: bool = False  # ... whatever ran
     num_passes: int = 0  # backward passes; forward passes where no backward of a watched module is seen
     losses: list[Tensor] = field(default_factory=list)
     share_of: int = 1  # ranks, where a loss that adds up is this rank's share of it
@@ -75,7 +76,7 @@ class StepState:
         """Forget the step that has just been copied out."""
         self.num_begun += 1
         self.calls = self.num_passes = self._resting = 0
-        self.backward_seen = self.forward_seen = self.root_seen = self.losses_add_up = False
+        self.backward_seen = self.forward_seen = self.root_seen = self.returned = self.losses_add_up = False
         self.on_forward = None
         self.unasked.clear()
         self.hashed.clear()
@@ -134,6 +135,7 @@ class StepState:
 
     def saw_root(self, *, grad: bool) -> None:
         """The model returned. Where no watched module ran in it, this is all that is known of the pass."""
+        self.returned |= grad
         if not grad or self.forward_seen:
             return
         if self.on_unwatched is not None and (look := self.on_unwatched()) is not None:

@@ -18,12 +18,14 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from fp8watch.layers.fp8_linear import SITE_KEY
-from fp8watch.observer.step_state import STUCK_AFTER_PASSES
+from fp8watch.observer.step_state import STUCK_AFTER_PASSES, StepState
 from fp8watch.session.nested_steps import Nesting
 
 Optimizer = torch.optim.Optimizer
 
 ADOPT_AFTER_STEPS = 3
+SURE_AFTER_STEPS = 8
+"""Steps that one optimizer ended, each behind a backward of watched modules: from then on the next may do without."""
 NO_STEP_ENDED = (
     f"no step has ended after {STUCK_AFTER_PASSES} backward passes, so nothing is recorded: call watch.step() after "
     "each optimizer step, or give attach(optimizer=...) the torch optimizer inside your trainer's"
@@ -123,6 +125,7 @@ class StepOwner:
         self._by_hand = False  # the user ends steps: nothing is adopted
         self._late = 0
         self._num_idle = 0  # optimizer steps in a row before which nothing of the model ran
+        self._num_ended = 0  # steps in a row that optimizers of ours ended, each behind a backward of watched modules
         self._refresh()
 
     def _refresh(self) -> None:
@@ -182,28 +185,39 @@ class StepOwner:
         """Whether one of the optimizers that has been met has one of these ids."""
         return any(id(o) in ids for o in self._known)
 
-    def closes(self, optimizer: Optimizer, ran: bool, num_passes: int) -> bool:
+    def closes(self, optimizer: Optimizer, ran: bool, step: StepState) -> bool:
         """Whether the step of this optimizer ends the step of the run.
 
         Args:
             optimizer: it has just stepped.
             ran: watched modules ran a backward since the last end.
-            num_passes: how many of them.
+            step: the running one.
         """
         self._num_idle = 0 if ran else self._num_idle + 1
-        if not self.owns(optimizer) and not (ran and self._adopts(optimizer, num_passes)):
+        if not self.owns(optimizer) and not (ran and self._adopts(optimizer, step.num_passes)):
             return False
         self._parts.discard(optimizer)
         again = optimizer in self._stepped
         self._stepped.add(optimizer)
-        if not ran:
+        if not ran and not (step.returned and self._goes_on(optimizer)):
+            self._num_ended = 0
             return False
         if again:  # the others sit this one out
             self._known = weakref.WeakSet([optimizer])
         if len(self._known) == 1 or all(o in self._stepped or o in self._parts for o in self._known):  # one is this one
             self._stepped.clear()
+            self._num_ended += 1
             return True
         return False
+
+    def _goes_on(self, optimizer: Optimizer) -> bool:
+        """Whether it steps the model as it did in all the steps before, although no gradient reached a watched module: their
+        layers were dropped. It alone owns the step, and holds gradients that are new: those of what is watched were cleared."""
+        if self._num_ended < SURE_AFTER_STEPS or self._adopted is not None or list(self._known) != [optimizer]:
+            return False
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        watched = [p for p in held if id(p) in self._ids and p.requires_grad]
+        return all(p.grad is None for p in watched) and any(p.grad is not None for p in held)
 
     def is_part(self, optimizer: Optimizer, nesting: Nesting) -> bool:
         """Whether it stepped parameters of another that owns the step, within its step: that one ends it."""

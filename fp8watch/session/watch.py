@@ -186,7 +186,7 @@ class Watch:
         if (is_part := self._owner.is_part(optimizer, nesting)) or self._owner.owns(optimizer):
             looks, parts = not (self._paused or self._plan.step.outside), self._owner.parts(nesting)
             self._scalars.standing.after(optimizer, looks=looks, parts=parts)
-        if not is_part and self._owner.closes(optimizer, self._ran(), self._plan.step.num_passes):
+        if not is_part and self._owner.closes(optimizer, self._ran(), self._plan.step):
             self._scalars.of_optimizer.update(optimizer_scalars(optimizer, *nesting.inside))
             self._close(StepStatus.OK, late=self._owner.take_late())
         elif self._owner.is_idle() and not self._cycle.num_closed and self._plan.step.observed:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from support.planted import Bug
 
 A = "tests/attach"
+_NOT_SURE = f"{A}/test_steps.py::test_where_it_is_not_sure_that_a_step_without_watched_gradients_is_one_it_is_none"
 BUGS = [
     Bug("a run goes on by its id", "identity:identify",
         "if run_id is not None:", "if False:", f"{A}/test_going_on.py::test_a_state_is_enough_to_go_on_with_its_run"),
@@ -91,4 +92,16 @@ BUGS = [
     Bug("a module that always saw ahead is not causal", "causal_attention:CausalAttention.only_news",
         "self._looks[name] < MIN_LOOKS", "False",
         f"{A}/test_standing_state.py::test_a_causal_module_that_sees_ahead_is_told_and_one_that_always_did_is_not"),
+    Bug("a step in which the watched layers were dropped is one", "step_optimizer:StepOwner.closes",
+        " and not (step.returned and self._goes_on(optimizer)):", ":",
+        f"{A}/test_steps.py::test_a_step_in_which_the_watched_layers_were_dropped_is_one"),
+    Bug("a model that returned is told although watched modules ran", "step_state:StepState.saw_root",
+        "self.returned |= grad", "self.returned |= grad and not self.forward_seen",
+        f"{A}/test_steps.py::test_a_step_in_which_the_watched_layers_were_dropped_is_one"),
+    Bug("without a new gradient it is none", "step_optimizer:StepOwner._goes_on", " and any(p.grad is not None for p in held)", "",
+        _NOT_SURE),
+    Bug("with gradients that may be those of before it is none", "step_optimizer:StepOwner._goes_on",
+        "all(p.grad is None for p in watched) and ", "", _NOT_SURE),
+    Bug("what comes again and again is none", "step_optimizer:StepOwner.closes", "            self._num_ended = 0\n", "",
+        _NOT_SURE),
 ]  # fmt: skip

@@ -307,3 +307,58 @@ def test_optimizers_in_backward_end_the_step_at_the_next_forward(attach, mlp):
         assert len(rows) == 11
         assert {int(r["num_calls"]) for r in rows.values()} == {1}
     assert len(watch._recorder.losses()) == 3
+
+
+class Dropped(nn.Module):
+    """A layer that is dropped in some steps, behind one that runs all the same, and a table that is always read."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.layer, self.table = nn.Linear(64, 64), nn.Linear(64, 64), nn.Embedding(4, 64)
+        self.drops = False
+
+    def forward(self, x):
+        h, at = self.layer(self.first(x)), self.table(torch.arange(32) % 4)
+        return (at if self.drops else h + at).pow(2).mean()
+
+
+def train_dropped(model, dropped, num, *, set_to_none=True, backward=True):
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for i in range(num):
+        optimizer.zero_grad(set_to_none=set_to_none)
+        model.drops = i in dropped
+        loss = model(torch.randn(32, 64))
+        if backward or i not in dropped:
+            loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def test_a_step_in_which_the_watched_layers_were_dropped_is_one(attach):
+    watch = attach(model := Dropped())
+    losses = train_dropped(model, (10, 14, 15), 20)
+    assert steps(watch) == [(i, "OK") for i in range(20)]
+    assert watch._recorder.losses() == pytest.approx(losses, rel=1e-6)
+
+
+@pytest.mark.parametrize("odd", [{"backward": False}, {"set_to_none": False}, {"dropped": (4, 8, 12)}])
+def test_where_it_is_not_sure_that_a_step_without_watched_gradients_is_one_it_is_none(attach, odd):
+    """No gradient at all, gradients that may be those of before, and what comes again and again."""
+    watch = attach(model := Dropped())
+    train_dropped(model, **({"dropped": (10, 14), "num": 16} | odd))
+    assert len(steps(watch)) == 16 - len(odd.get("dropped", (10, 14)))
+
+
+def test_another_part_that_is_trained_beside_by_the_same_model_ends_nothing(attach):
+    """A head of its own, with an optimizer of its own, behind a model that runs without its layers."""
+    watch = attach(model := Dropped())
+    own = torch.optim.SGD([*model.first.parameters(), *model.layer.parameters()], lr=0.1)
+    other = torch.optim.SGD(model.table.parameters(), lr=0.1)
+    for _ in range(12):
+        for optimizer in (own, other):
+            model.zero_grad()
+            model.drops = optimizer is other
+            model(torch.randn(32, 64)).backward()
+            optimizer.step()
+    assert len(steps(watch)) == 12
