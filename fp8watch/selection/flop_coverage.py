@@ -166,9 +166,9 @@ def coverage(
             seen.update(id(m) for m in module.modules())
             scale, _ = _share_of_tokens(fqn, module, 2, modules)
             left += 2.0 * scale * module.in_features * module.out_features
-        elif (
-            isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or is_norm(module) or (head and _looks_up(fqn, module))
-        ):
+        elif is_norm(module):  # what is inside counts: PreNorm has the layer behind it, AdaLN a Linear
+            seen.add(id(module))
+        elif isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or (head and _looks_up(fqn, module)):
             seen.update(id(m) for m in module.modules())
         else:
             for parameter, weight in _weights_of(fqn, module, modules, seen, full):

@@ -18,6 +18,8 @@ _IS_ARRAY = f"{_ARRAYS}test_an_array_that_enters_as_activations_do_is_no_gemm_we
 _IS_FACTOR = f"{_ARRAYS}test_a_parameter_from_which_a_factor_is_computed_stays_one"
 _VMAP = "tests/attach/test_vmap.py::"
 OWN_BUGS = [
+    Bug("layers inside a norm count", "flop_coverage:coverage", "seen.add(id(module))", "seen.update(id(m) for m in module.modules())",
+        "tests/attach/test_coverage.py::test_layers_inside_what_is_called_a_norm_count"),
     Bug("an array beside activations is none of the factors that come of them", "parameter_trail:ParameterTrail._follow",
         "if not (beside and name in _JOINS):", "if True:", _IS_ARRAY),
     Bug("an array that a Linear takes as its input is no weight", "parameter_trail:ParameterTrail._follow",

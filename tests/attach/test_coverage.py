@@ -201,6 +201,22 @@ def test_a_parameter_that_is_no_gemm_by_its_name_is_named_and_counted_where_it_w
     assert "not taken: token_mix" in capsys.readouterr().err
 
 
+class PreNorm(nn.Module):
+    """A norm by its name, with the layer behind it inside."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.norm, self.layer = nn.LayerNorm(64), layer
+
+    def forward(self, x):
+        return self.layer(self.norm(x))
+
+
+def test_layers_inside_what_is_called_a_norm_count(attach):
+    watch = attach(nn.Sequential(PreNorm(nn.Linear(64, 64)), nn.Linear(64, 8)))
+    assert watch._recorder.session.facts["gemm_flops_observed"] == round(8 / 9, 4)
+
+
 def test_a_model_that_is_taken_whole_has_nothing_to_say(attach, capsys):
     attach(nn.Sequential(nn.Linear(64, 64)))
     assert "GEMM FLOPs" not in capsys.readouterr().err
