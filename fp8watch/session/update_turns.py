@@ -5,8 +5,9 @@ Shapes:     SAMPLE elements each of up to ROWS weights, their gradients and mome
             other -> a few numbers, only where there is news
 Thread:     training, before an optimizer steps; nothing waits for a device
 
-Four things hold for every optimizer and need no past of the run. A gradient is not that of the step before times a number,
-while others moved on: a buffer that nobody writes is. What an update has moved uses all bits of its dtype: a weight that was rounded
+Looked at is what the optimizer steps with: a layer that was taken out of its groups keeps its last gradient, and so does one
+that is frozen. Four things hold for every optimizer and need no past of the run. A gradient is not that of the step before
+times a number, while others moved on: a buffer that nobody writes is. What an update has moved uses all bits of its dtype: a weight that was rounded
 to fewer does not. Weights do not shrink along themselves, all of them together, by more than their decay. And where Adam has
 a first moment, or an optimizer has none, each element moves against it: updates of other rows, or of another tensor, do not.
 How far it moves follows from what Adam keeps, see `update_size`.
@@ -175,8 +176,9 @@ class UpdateTurns:
             made = self._made(optimizer)
             known.rows, known.begin, known.num_turns = made.rows, made.begin, 1
         num, parts = len(known.rows), max(1, -(-(len(known.rows) - 1) // (ROWS - 1)))
-        part = known.num_turns % parts
-        chosen = [i for i in (0, *range(1 + part, num, parts)) if i < num and _gradient(known.rows[i]) is not None]
+        part, held = known.num_turns % parts, _held(optimizer)
+        places = [i for i in (0, *range(1 + part, num, parts)) if i < num and id(known.rows[i].parameter) in held]
+        chosen = [i for i in places if _gradient(known.rows[i]) is not None]
         if not chosen:
             known.num_turns, known.rest = known.num_turns + 1, 1
             return None
@@ -266,6 +268,11 @@ def _samples(tensors: list[Tensor], offset: int) -> Tensor:
     return torch.stack(views)
 
 
+def _held(optimizer: Optimizer) -> set[int]:
+    """Ids of the parameters that it steps with now."""
+    return {id(p) for group in optimizer.param_groups for p in group["params"]}
+
+
 def _decay(group: dict[str, Any]) -> float:
     """By which share a weight is to shrink in a step; 0 where the rate lies on a device."""
     lr, decay = group.get("lr"), group.get("weight_decay", 0.0)
@@ -276,8 +283,10 @@ def _decay(group: dict[str, Any]) -> float:
 
 def _ended(optimizer: Optimizer, turn: _Turn) -> dict[str, Any]:
     """The second step of a turn: numbers, or [] tensors on the device; on a CPU nothing where there is no news."""
-    found = [_gradient(row) for row in turn.rows]
-    if any(g is None for g in found) or any(_local(row.parameter).device != turn.weights.device for row in turn.rows):
+    found, held = [_gradient(row) for row in turn.rows], _held(optimizer)
+    if any(g is None for g in found) or not all(id(row.parameter) in held for row in turn.rows):
+        return {}
+    if any(_local(row.parameter).device != turn.weights.device for row in turn.rows):
         return {}
     before = turn.weights
     weights = _samples([_local(row.parameter) for row in turn.rows], turn.offset)
@@ -288,6 +297,8 @@ def _ended(optimizer: Optimizer, turn: _Turn) -> dict[str, Any]:
     gradients = _samples([g for g in found if g is not None], turn.offset).float()
     numbers: dict[str, Any] = {UPDATES_LOOKED: float(len(turn.rows))}
     repeated = _repeated(turn.gradients, gradients, turn.eps)
+    if not all(row.parameter.requires_grad for row in turn.rows):  # its gradient stays, and moves it or not
+        repeated = repeated & (moved != 0).any(1)
     numbers |= {REPEATED: repeated.sum(), _which(REPEATED): _at(turn.numbers, repeated.byte().argmax())}
     if weights.dtype == torch.float32:
         numbers |= _coarse(weights, moved != 0, turn)
