@@ -1,28 +1,34 @@
 """Whether gradients that an optimizer has used are cleared before a backward adds to them, and whether it uses them again.
 
-Shapes:     WIDTH elements of a few gradients, behind a step of their optimizer and where each backward begins
+Shapes:     WIDTH elements of a few gradients, behind a step of their optimizer, where each backward begins and where it adds
 Thread:     training, and autograd's; nothing waits for a device
 
 Without `zero_grad` each update is that of the sum of all gradients since, and no loss says why. Trainings clear gradients
 anywhere between two backwards, and several micro-batches add up on purpose; so what counts is that the very bits which the
 optimizer left are there where the first backward behind it begins, that none of the backwards of the step begins without them, and that
 what the optimizer is given lies in the same memory and along them: loops that write a new gradient over the old one clear nothing
-either. Copies that an optimizer holds of the parameters are written over as a rule, and are not looked at.
+either. A backward may be heard late, behind what it has added already, and may add nothing to `.grad` (`torch.autograd.grad`): a gradient that
+was there where the first began is looked at again each time that autograd is about to add to it. What the optimizer no longer holds is left on
+purpose. Copies that an optimizer holds of the parameters are written over as a rule, and are not looked at.
 
 Where no backward began and the optimizer steps on the same bits in the same memory, it applies an update a second time.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from fp8watch.kernels.cpu_standing import piece
 from fp8watch.session.by_optimizer import ByOptimizer
 from fp8watch.session.standing_elements import WIDTH, readable
+from fp8watch_agent.guard import Guard
 from fp8watch_agent.update_names import GRADIENTS_KEPT, GRADIENTS_LEFT, STEPPED_AGAIN
 
 MAX_KEPT = 3
@@ -44,6 +50,7 @@ class _Left:
     address: int
     begun: bool = False  # a backward has
     stays: Tensor | bool = True  # as far as is known: [] bool on the device
+    handle: RemovableHandle | None = None  # of the hook that looks again, from the first backward on
 
     @property
     def values(self) -> Tensor:
@@ -56,19 +63,23 @@ class GradientsLeft:
 
     Args:
         model: whose parameters autograd gives gradients.
+        guard: counts what goes wrong.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model, self._ids = model, frozenset[int]()
+    def __init__(self, model: nn.Module, guard: Guard) -> None:
+        self._model, self._guard, self._ids = model, guard, frozenset[int]()
         self._left = ByOptimizer[list[_Left]]()
         self._turn = 0
 
     def stop(self) -> None:
-        """Follow nothing any more."""
+        """Follow nothing any more, and leave nothing on the parameters."""
+        for left in self._left.values():
+            _let_go(left)
         self._left.clear()
 
     def after(self, optimizer: Optimizer, *, looks: bool) -> None:
         """It has stepped: what gradients it leaves."""
+        _let_go(self._left.get(id(optimizer), ()))
         if not looks:
             self._left.pop(id(optimizer), None)
             return
@@ -92,16 +103,21 @@ class GradientsLeft:
             for one in left:
                 if one.stays is not False:
                     _look(one)
+                if one.stays is not False and one.handle is None and _takes_hooks(one.parameter):
+                    one.handle = one.parameter.register_hook(partial(_adds, self._guard, one))  # type: ignore[no-untyped-call]
 
     def before(self, optimizer: Optimizer) -> dict[str, Any]:
         """It is about to step: how many gradients were left in place, or that it has stepped on these; empty where neither is so,
         on a CPU."""
         if known := self._left.get(id(optimizer), []):
             self._left[id(optimizer)] = []
+            _let_go(known)
         if known and not any(one.begun for one in known):
             return _again(optimizer, known)
         left = [one for one in known if one.begun]
-        stay = [stays for one in left if (stays := _was_added_to(one)) is not False]
+        stay = [
+            stays for one in left if (stays := _was_added_to(one)) is not False and _is_held(optimizer, one.parameter)
+        ]
         if not stay:
             return {}
         tensors = [s for s in stay if isinstance(s, Tensor)]
@@ -176,6 +192,32 @@ def _look(one: _Left) -> None:
         one.stays = False
     else:
         _hold(one, gradient, first)
+
+
+def _takes_hooks(p: Tensor) -> bool:
+    """Whether autograd itself adds to its `.grad`."""
+    return type(p) in (Tensor, nn.Parameter) and p.requires_grad
+
+
+def _adds(guard: Guard, one: _Left, _: Tensor) -> None:
+    """Autograd is about to add to `.grad`, or gives it elsewhere: what was cleared since is not part of the sum."""
+    try:
+        if one.stays is not False:
+            _look(one)
+    except Exception as error:  # noqa: BLE001 - training goes on, and the guard counts
+        guard.swallow("updates", error)
+
+
+def _let_go(left: Sequence[_Left]) -> None:
+    for one in left:
+        if one.handle is not None:
+            one.handle.remove()
+            one.handle = None
+
+
+def _is_held(optimizer: Optimizer, p: Tensor) -> bool:
+    """Whether the optimizer steps with it now: layers that are frozen, or taken out of its groups, keep their last gradient."""
+    return p.requires_grad and any(p is other for group in optimizer.param_groups for other in group["params"])
 
 
 def _is_cleared(one: _Left, gradient: Tensor) -> bool:

@@ -22,6 +22,7 @@ from fp8watch.session.sites import SlabSite, operand_name
 from fp8watch.session.standing_state import StandingState
 from fp8watch.session.tensor_places import Optimizer
 from fp8watch.session.update_turns import UpdateTurns
+from fp8watch_agent.guard import Guard
 
 
 class OptimizerLooks(StandingState):
@@ -34,7 +35,7 @@ class OptimizerLooks(StandingState):
     def __init__(self, model: nn.Module, plan: ObservationPlan | None, table: Sequence[SlabSite] = ()) -> None:
         super().__init__(model, plan)
         self._updates, self._rates = UpdateTurns(model), GroupRates(model)
-        self.left = GradientsLeft(model)
+        self.left = GradientsLeft(model, Guard() if plan is None else plan.guard)
         self.arrival = None if plan is None else GradientArrival(model, plan.guard)
         self._arriving: tuple[GradientArrival, ...] = ()  # the same, in a step in which a parameter has its turn
         if plan is not None:  # it outlives a watch that was dropped

@@ -17,6 +17,10 @@ _TWICE = f"{_T}test_an_update_that_is_applied_again_is_told_with_the_step_behind
 _NOT_TWICE = f"{_T}test_a_second_step_that_is_not_on_the_same_gradients_applies_none_again"
 _MEANT = f"{_T}test_what_a_weight_was_to_move_by_is_adams_step_and_its_decay"
 _TIMES = f"{_T}test_weights_that_move_further_than_adam_says_are_told_by_how_much"
+_STAY = "tests/attach/test_left_on_purpose.py::"
+_ASIDE = f"{_STAY}test_gradients_that_are_asked_for_before_others_are_cleared_leave_none"
+_NO_HOOK = f"{_STAY}test_no_hook_is_put_where_gradients_are_cleared_and_none_stays"
+_OUT = f"{_STAY}test_a_layer_that_was_taken_out_of_an_optimizer_keeps_its_gradient"
 _G = "tests/attach/test_gradient_arrival.py::"
 _S = "tests/attach/test_gradient_sums.py::"
 _C = "tests/attach/test_closures.py::"
@@ -94,6 +98,20 @@ UPDATE_BUGS = [
         f"{_T}test_gradients_that_are_written_over_need_not_be_cleared"),
     Bug("gradients that are assigned", "gradients_left:_lies_along", " or gradient.data_ptr() != one.address", "",
         f"{_T}test_gradients_that_are_written_over_need_not_be_cleared"),
+    Bug("gradients that are cleared before autograd adds to them", "gradients_left:_adds", "if one.stays is not False:", "if False:", _ASIDE),
+    Bug("gradients that autograd adds to are left all the same", "gradients_left:_adds", "            _look(one)", "            one.stays = False",
+        f"{_STAY}test_gradients_that_are_asked_for_and_nobody_clears_the_others"),
+    Bug("a hook where gradients were cleared", "gradients_left:GradientsLeft.backward_begins", "if one.stays is not False and one.handle is None and", "if one.handle is None and", _NO_HOOK),
+    Bug("a hook that stays behind its step", "gradients_left:GradientsLeft.before", "_let_go(known)", "pass", _NO_HOOK),
+    Bug("gradients of what was taken out of an optimizer", "gradients_left:GradientsLeft.before", " and _is_held(optimizer, one.parameter)", "",
+        f"{_STAY}test_a_gradient_that_is_left_as_its_layer_is_taken_out_is_added_to_and_not_stepped_with"),
+    Bug("a layer that was taken out of an optimizer between two looks", "update_turns:_ended", " or not all(id(row.parameter) in held for row in turn.rows)", "", _OUT),
+    Bug("beside a layer that was taken out of an optimizer", "update_turns:UpdateTurns._begun", " and id(known.rows[i].parameter) in held", "",
+        f"{_STAY}test_beside_layers_that_were_taken_out_the_others_are_looked_at"),
+    Bug("a layer that is frozen and moves", "update_turns:_ended", "repeated & (moved != 0).any(1)", "repeated & (moved == 0).any(1)",
+        f"{_STAY}test_a_layer_that_is_frozen_and_moves_with_its_last_gradient_is_named"),
+    Bug("a layer that is frozen at a rate of 0", "update_turns:_ended", "repeated & (moved != 0).any(1)", "repeated",
+        f"{_STAY}test_a_layer_that_is_frozen_at_a_rate_of_0_repeats_its_gradient_and_says_nothing"),
     Bug("where a backward begins is heard", "step_state:StepState.saw_backward", "for hears in self.on_backward:", "for hears in ():", _LEFT),
     Bug("a gradient that repeats", "update_turns:_repeated", "(far <= ROUNDINGS * eps)", "(far < 0)", _NAMED),
     Bug("a gradient that repeats has another factor where it is clipped", "update_turns:_repeated", "factor[:, None] * last", "last", _NAMED),

@@ -14,6 +14,7 @@ from fp8watch.session.by_optimizer import ByOptimizer
 from fp8watch.session.gradients_left import GradientsLeft
 from fp8watch.session.standing_elements import WIDTH, StandingElements
 from fp8watch.session.tensor_places import TensorPlace, TensorPlaces
+from fp8watch_agent.guard import Guard
 from fp8watch_agent.training_names import (
     CHANGED,
     MOMENTS_CHANGED,
@@ -237,7 +238,7 @@ def test_places_are_those_of_parameters_whatever_else_an_optimizer_keeps():
 def test_gradients_are_left_by_their_values(either, dtype):
     """NaN is none that stays, zeros of either sign were cleared, and a zero that only changed its sign is what it was."""
     model = torch.nn.Linear(16, 16, bias=False).to(dtype)
-    optimizer, left, p = torch.optim.SGD(model.parameters()), GradientsLeft(model), model.weight
+    optimizer, left, p = torch.optim.SGD(model.parameters()), GradientsLeft(model, Guard()), model.weight
 
     def stay(given, then=lambda p: None, between=lambda p: None, behind=lambda p: None):
         p.grad = given.clone()

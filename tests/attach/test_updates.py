@@ -15,6 +15,7 @@ from fp8watch.session import update_turns
 from fp8watch.session.gradients_left import GradientsLeft
 from fp8watch.session.update_size import Rate, update_times
 from fp8watch_agent.batch_names import COPIES
+from fp8watch_agent.guard import Guard
 from fp8watch_agent.update_names import (
     ASTRAY,
     COARSE,
@@ -448,7 +449,11 @@ def test_watching_updates_changes_no_number_and_leaves_nothing_behind(attach):
 def test_nothing_waits_for_a_device(name):
     model = Deep().to("meta")  # what asks one of its tensors for its value raises
     optimizer = OPTIMIZERS[name](model)
-    turns, left, values = update_turns.UpdateTurns(model), GradientsLeft(model), RecomputeValues(turn=frozenset([0]))
+    turns, left, values = (
+        update_turns.UpdateTurns(model),
+        GradientsLeft(model, Guard()),
+        RecomputeValues(turn=frozenset([0])),
+    )
     turns.follow(optimizer, looks=True)
     for p in model.parameters():
         p.grad = torch.empty_like(p)
