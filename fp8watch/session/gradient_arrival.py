@@ -9,7 +9,7 @@ multiplies all elements by one number, or else it is another gradient: of fewer 
 with small ones flushed. Autograd tells what it adds to `.grad` before it adds it; a hook on the parameter keeps a sample of the sum,
 and it is held against what is there when the optimizer steps, up to a number. That needs no past of the run, but a parameter
 of which the first look is wrong is one whose gradient training changes on purpose, perhaps: noise, projections, masks. Those
-are counted, and said apart. Values that are clipped one by one are no news either.
+are counted, and said apart. Values that are clipped one by one are no news either, nor is a mask that covers just the weights that are 0.
 
 Where processes share gradients autograd's is of this process alone: each says a sketch of its own, and the collector holds their sum
 against what arrived (`gradient_sketch`; `gradient_shards` where each keeps a part of it). The hook is there from the first backward
@@ -211,6 +211,8 @@ class GradientArrival:
                 self._right.add(look.name)
                 continue
             apart, flushed, normal = _apart(got, expected, gradient.dtype)
+            if (weight := sample(look.parameter.detach(), look.start)) is not None and weight.shape == got.shape:
+                apart = torch.where(_is_pruned(got, expected, weight, gradient.dtype), 0.0, apart)
             if not apart.is_cpu or float(apart) >= 0:
                 few = got.numel() < NORMAL_ELEMENTS
                 found[GRADIENT_APART + look.name] = apart
@@ -302,6 +304,17 @@ def _apart(got: Tensor, expected: Tensor, dtype: torch.dtype) -> tuple[Tensor, T
     apart = torch.where(rounding | clipped, apart.clamp(max=0.0), apart)
     normal = _is_normal(wrong, of_expected) * ~lost.any()
     return torch.where(both & (apart < math.inf), apart, -1.0), flushed.double(), normal
+
+
+def _is_pruned(got: Tensor, expected: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Whether all that differs is 0 where the weight is 0 too, and no other weight is: a mask of pruned elements. [] bool"""
+    gone = (got == 0) & (expected != 0)
+    of_got, kept = got.double(), expected.double() * ~gone
+    factor = (of_got * kept).sum() / kept.square().sum()  # NaN of nothing
+    limit = max(LEAST_APART, ROUNDINGS * torch.finfo(dtype).eps)
+    alike = (of_got - factor * kept).norm() <= limit * of_got.norm()
+    pruned: Tensor = gone.any() & (((weight == 0) == gone) | (expected == 0)).all() & alike
+    return pruned
 
 
 def _is_normal(wrong: Tensor, expected: Tensor) -> Tensor:

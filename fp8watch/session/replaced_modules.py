@@ -1,4 +1,5 @@
-"""Linears that were replaced after attach, as torchao's and accelerate's conversions do: observed again where that can be.
+"""Linears that were replaced or added after attach, as torchao's and accelerate's conversions do, and models that grow: observed again
+where that can be, said where not.
 
 Thread:     training, in the first steps and then every CHECK_EVERY steps
 
@@ -33,6 +34,7 @@ class ReplacedModules:
     attachment: Attachment
     session: Session
     _told: set[int] = field(default_factory=set)  # first rows that were said to be gone
+    _names: set[str] | None = None  # of the Linears that were met
 
     def look(self) -> None:
         """Look at what is in the model now; say what is not what it was, once."""
@@ -44,10 +46,11 @@ class ReplacedModules:
         each, table = len(plan.sites.rows), self.attachment.table
         linears = [row for row in range(0, len(plan.sites.quantizers), each) if not table[row].is_own]
         gone = [row for row in linears if row not in there and row not in self._told]
-        if not gone:
+        named = list(named_modules(model))
+        added = self._added(named, {table[row].fqn for row in gone})
+        if not gone and not added:
             return
         self._told.update(gone)
-        named = list(named_modules(model))
         by_name = {fqn: module for fqn, module in named if SITE_KEY not in module.__dict__}
         in_fp8 = foreign_linears(model)
         again: Counter[str] = Counter()
@@ -64,9 +67,17 @@ class ReplacedModules:
                     LeftOut(fqn, f"replaced after attach by {_kind(module)}" if module else "removed after attach")
                 )
         plan.canary.cover(turns_of(plan, len(linears), self.attachment.te, [*self.attachment.own.values()]), each)
-        self._tell(named, again, left)
+        self._tell(named, again, left, added)
 
-    def _tell(self, named: list[tuple[str, nn.Module]], again: Counter[str], left: list[LeftOut]) -> None:
+    def _added(self, named: list[tuple[str, nn.Module]], gone: set[str]) -> list[str]:
+        """Names under which there was no Linear before."""
+        linears = {fqn for fqn, m in named if isinstance(m, nn.Linear) and SITE_KEY not in m.__dict__}
+        before, self._names = self._names, linears | (self._names or set())
+        return [] if before is None else [fqn for fqn, _ in named if fqn in linears - before - gone]
+
+    def _tell(
+        self, named: list[tuple[str, nn.Module]], again: Counter[str], left: list[LeftOut], added: list[str]
+    ) -> None:
         say, recorder = self.session.say, self.attachment.recorder
         for kind, num in again.items():
             say(
@@ -77,6 +88,12 @@ class ReplacedModules:
             names = ", ".join(f"{m.fqn} ({m.reason})" for m in left[:4])
             more = f" and {len(left) - 4} more" if len(left) > 4 else ""
             say(f"no longer observed: {names}{more}; call attach after converting")
+        if added:
+            num = len(added)
+            say(
+                f"{num} Linear{'s were' if num != 1 else ' was'} added after attach and {'are' if num != 1 else 'is'} not observed, in the precision "
+                f"of the model: {', '.join(added[:4])}{f' and {num - 4} more' if num > 4 else ''}; watch.detach() and attach again take them in"
+            )
         if recorder is None:
             return
         seen = [m for _, m in named if SITE_KEY in m.__dict__ and GEMMS_KEY not in m.__dict__]
@@ -85,7 +102,11 @@ class ReplacedModules:
         self.attachment.coverage = coverage(named, seen, self.attachment.own_modules, self.attachment.heads)
         facts = self.attachment.coverage.facts()
         facts["replaced"] = "; ".join(
-            [*(f"{num} by {kind}, observed" for kind, num in again.items()), *(f"{m.fqn} ({m.reason})" for m in left)]
+            [
+                *(f"{num} by {kind}, observed" for kind, num in again.items()),
+                *(f"{m.fqn} ({m.reason})" for m in left),
+                *(f"{fqn} (added after attach, not observed)" for fqn in added),
+            ]
         )[:2000]
         recorder.update_facts(facts)
 

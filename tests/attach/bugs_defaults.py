@@ -9,6 +9,14 @@ _MESH = f"{A}/test_mesh.py::test_four_ranks_find_their_coordinates_without_a_col
 _STAGES = f"{A}/test_pipeline_stages.py::test_what_stages_run_for_shapes_is_not_observed_and_no_scale_remembers_it"
 _FSDP1 = f"{A}/test_ranks.py::test_what_fsdp1_has_sharded_counts_by_its_full_shape"
 DEFAULT_BUGS = [
+    Bug("layers that are added are said", "replaced_modules:ReplacedModules.look", "if not gone and not added:", "if not gone:",
+        "tests/attach/test_added_layers.py::test_layers_that_are_added_are_said_once_and_lower_the_observed_share"),
+    Bug("a layer that is replaced is not added", "replaced_modules:ReplacedModules._added", "linears - before - gone", "linears - gone",
+        "tests/attach/test_added_layers.py::test_a_layer_that_is_replaced_is_not_said_to_be_added"),
+    Bug("a mask of pruned weights is no other gradient", "gradient_arrival:GradientArrival.before", "torch.where(_is_pruned(got, expected, weight, gradient.dtype), 0.0, apart)", "apart",
+        "tests/attach/test_gradient_arrival.py::test_a_mask_of_pruned_weights_is_no_other_gradient_and_another_mask_is"),
+    Bug("a mask of other elements is another gradient", "gradient_arrival:_is_pruned", "(((weight == 0) == gone) | (expected == 0)).all() & alike", "alike",
+        "tests/attach/test_gradient_arrival.py::test_a_mask_of_pruned_weights_is_no_other_gradient_and_another_mask_is"),
     Bug("that no step ended stays said at the end", "watch:Watch._close", "if self._stuck and status is not StepStatus.ABORTED:", "if self._stuck:",
         "tests/attach/test_step_owner.py::test_that_no_step_ended_stays_said_when_training_is_over"),
     Bug("a dimension of a mesh without a known name is known by what it shards", "mesh:_of_meshes", " or does.get(dimension)", "", _MESH),

@@ -74,6 +74,30 @@ def test_what_trainings_do_to_gradients_says_nothing(attach, way, micro):
     assert not watch.guard.errors
 
 
+@pytest.mark.parametrize("of_weights", [True, False])
+def test_a_mask_of_pruned_weights_is_no_other_gradient_and_another_mask_is(attach, of_weights):
+    """Pruning in the middle of training: gradients of what is pruned are 0 from then on, and so are its weights."""
+    model = Deep()
+    watch = attach(model)
+    masks = {
+        name: torch.rand(p.shape, generator=torch.Generator().manual_seed(1)) > 0.4
+        for name, p in model.named_parameters()
+    }
+
+    @torch.no_grad()
+    def prune(step):
+        for name, p in model.named_parameters():
+            if step > ROUND and p.dim() == 2:
+                p.grad.mul_(masks[name] * 0.5)
+                if of_weights:
+                    p.mul_(masks[name])
+
+    steps(model, adam(model), 3 * ROUND, before=prune)
+    said = {name for logs in news(watch) for name in logs}
+    assert any(name.startswith(GRADIENT_APART) for name in said) != of_weights
+    assert not watch.guard.errors
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_no_optimizer_is_told_something_else(attach, name):
     model = Deep()
