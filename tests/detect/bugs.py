@@ -6,6 +6,7 @@ from detect.bugs_batches import OF_BATCHES, OF_TRAINING
 from detect.bugs_causes import CAUSES
 from detect.bugs_engine import ENGINE, REPORTS
 from detect.bugs_names import NAMES
+from detect.bugs_replicas import OF_REPLICAS
 from detect.bugs_seen import SEEN_TO_BE_WRONG
 from detect.bugs_spread import OF_SPREAD
 from detect.bugs_told import TOLD_BY_CAUSE
@@ -307,9 +308,9 @@ MODES = [
     ),
     Bug(
         "silent-data-corruption by the hash",
-        "replica_consistency:Agreement._hashes",
-        "            differ = both & (columns[at] != columns[at[0]]).any(axis=0)\n",
-        "            differ = both & (columns[at] != columns[at[0]]).all(axis=0)\n",
+        "replica_consistency:_differing",
+        "both & (columns[at] != columns[at[0]]).any(axis=0)",
+        "both & (columns[at] != columns[at[0]]).all(axis=0)",
         _scenario("corruption-by-hash"),
     ),
     Bug(
@@ -416,5 +417,6 @@ BUGS = [
     *OF_TRAINING,
     *TOLD_BY_CAUSE,
     *OF_UPDATES,
+    *OF_REPLICAS,
     *OF_SPREAD,
 ]

@@ -50,7 +50,7 @@ OF_UPDATES = [
         "elif False:",
         NO_SUM,
     ),
-    Bug("a sum of which a process is not there", "gradient_sums:_of_step", "== {len(of)}", "!= set()", NO_SUM),
+    Bug("a sum of which a process is not there", "gradient_sketches:of_step", "== {len(of)}", "!= set()", NO_SUM),
     Bug(
         "what names nobody is seen twice",
         "gradient_sums:GradientSums._follow",

@@ -338,7 +338,7 @@ class DetectionEngine:
         found = self._agreement.observe(now)
         resumed = self._scales.observe(now, self.thresholds.resume_scale_octaves)
         found += [resumed] if resumed is not None else []
-        roots = [mode for j in group for mode in j.roots] + [f.mode for f in found]
+        roots = [mode for j in group for mode in j.roots] + [f.mode for f in found if f.severity != "info"]
         found += self._statistics.observe(
             now,
             roots,

@@ -47,6 +47,7 @@ _OF_KIND = {
     "weights-written": BLIND,
     "gradient-noise": BLIND,
     "gradients-other": BLIND,
+    "no-replicas": BLIND,
 }
 """`extra["kind"]` -> what precedence knows it as."""
 

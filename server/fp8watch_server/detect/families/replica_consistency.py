@@ -7,6 +7,9 @@ Compared is only what must be equal: hashes of weights between replicas (equal t
 tensors over the group that their recipe reduces amax over. Blockwise scales of inputs and gradients differ between
 ranks by right, and sharded weights are different tensors. Where the mesh or the reduction was not declared, ranks that
 have agreed for several samples in everything must go on agreeing; ranks that never did are not compared.
+
+Ranks are replicas because each gets the gradients of all. Those that never got one of each other's (`gradient_sketches`), and whose
+weights nothing else keeps equal, are none, however they began: local SGD averages weights now and then. That is said once, as information; within a part that shares its gradients weights are compared as ever.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import numpy.typing as npt
 
 from fp8watch_agent.record import Measured
 from fp8watch_server.detect.cross_rank_step import CrossRankStep
+from fp8watch_server.detect.families.gradient_sketches import GradientParts
 from fp8watch_server.detect.finding import Evidence, Finding
 from fp8watch_server.detect.sessions import SessionFacts
 from fp8watch_server.detect.step_view import WEIGHT, Mask
@@ -28,6 +32,9 @@ SHARDED = ("tp", "pp", "ep", "cp_weights")
 """Mesh axes along which weights are different tensors."""
 LEARN_STEPS = 8
 """Samples in which ranks must have agreed before they have to."""
+MOST_AGREED, AGREED_TIMES = 8, 4
+"""Weights that agreed between ranks which get no gradients of each other, and how many times as many as differed: more are kept equal by
+something else than gradients."""
 REDUCTION_FACT = "amax_reduction"
 """Fact of a session: mesh axes that amax is reduced over, as "dp,tp"."""
 
@@ -43,9 +50,16 @@ class Agreement:
         ] = {}  # pair -> weights that ever agreed, ever differed
         self._agreed_scales: Array = np.zeros(0, dtype=np.int64)
         self._last_scale: Array = np.zeros(0)
+        self._parts = GradientParts()
+        self._num_agreed = self._num_differed = 0  # weights, between parts that are known
+        self._told_parts = False
 
     def session(self, facts: SessionFacts) -> None:
         """A rank's newest session."""
+        known = self._sessions.get(facts.rank)
+        if known is not None and known.session != facts.session:
+            self._parts.forget()
+            self._num_agreed = self._num_differed = 0
         self._sessions[facts.rank] = facts
 
     def observe(self, now: CrossRankStep) -> list[Finding]:
@@ -54,6 +68,7 @@ class Agreement:
             return []
         ranks = [v.rank for v in now.views]
         found = []
+        self._parts.observe(now)
         corrupted = self._hashes(now, ranks)
         if corrupted is not None:
             found.append(corrupted)
@@ -73,15 +88,43 @@ class Agreement:
         more = len(now) - len(self._agreed_at)
         if more > 0:
             self._agreed_at = np.concatenate([self._agreed_at, np.full(more, -1, dtype=np.int64)])
-        found = None
-        for group in self._replicas(ranks, columns, has):
-            at = np.array(group)
-            both = has[at].all(axis=0)
-            differ = both & (columns[at] != columns[at[0]]).any(axis=0)
-            if differ.any() and found is None:
-                found = self._corrupted(now, [ranks[int(i)] for i in at], columns[at], both, differ)
-            self._agreed_at[both & ~differ] = now.step
-        return found
+        found = apart = None
+        for whole in self._replicas(ranks, columns, has):
+            agreed = np.ones(len(now), dtype=np.bool_)
+            groups = [[whole[k] for k in part] for part in self._parts.split([ranks[i] for i in whole])]
+            if len(groups) > 1:
+                both, differ = _differing(columns, has, whole)
+                self._num_differed += int(np.count_nonzero(differ))
+                self._num_agreed += int(np.count_nonzero(both & ~differ))
+                if len(groups) == len(whole):  # one rank each, which agrees with itself
+                    agreed = both & ~differ
+                if self._num_agreed >= MOST_AGREED and self._num_agreed > AGREED_TIMES * self._num_differed:
+                    groups = [whole]
+                elif differ.any() and not self._told_parts:
+                    apart = self._no_replicas(now, [[ranks[i] for i in group] for group in groups], both, differ)
+            for group in groups:
+                both, differ = _differing(columns, has, group)
+                if differ.any() and found is None:
+                    found = self._corrupted(now, [ranks[i] for i in group], columns[np.array(group)], both, differ)
+                agreed &= both & ~differ
+            self._agreed_at[agreed] = now.step
+        if found is None and apart is not None:
+            self._told_parts = True
+        return found or apart
+
+    def _no_replicas(self, now: CrossRankStep, parts: list[list[int]], both: Mask, differ: Mask) -> Finding:
+        """Parts of the ranks get no gradients of each other, and their weights are not the same."""
+        rows, num_ranks = now.in_flow(differ), sum(map(len, parts))
+        looks = f"of its norm, {self._parts.num_looks} looked at"
+        evidence = [
+            Evidence("gradients_apart", float(f"{self._parts.apart:.3g}"), 0, looks, self._parts.first),
+            Evidence("parts", len(parts), 1, f"of {num_ranks} ranks", now.step),
+            Evidence("differing_weights", len(rows), 0, f"of {int(np.count_nonzero(both))} weights", now.step),
+        ]
+        return now.finding(
+            "silent-data-corruption", "info", rows, evidence, "shared", rank=parts[1][0], kind="no-replicas", parts=len(parts),
+            num_ranks=num_ranks, looks=self._parts.num_looks, since=self._parts.first, sampled="weight_hash",
+        )  # fmt: skip
 
     def _corrupted(self, now: CrossRankStep, ranks: list[int], hashes: Array, both: Mask, differ: Mask) -> Finding:
         rows = now.in_flow(differ)
@@ -251,6 +294,13 @@ class Agreement:
             if any(len(v) > 1 for v in rest.values()):
                 blamed.append(axis)
         return blamed
+
+
+def _differing(columns: Array, has: Array, group: list[int]) -> tuple[Mask, Mask]:
+    """Which weights all of a group have, and which of them are not the same on all. [S] each"""
+    at = np.array(group)
+    both = has[at].all(axis=0)
+    return both, both & (columns[at] != columns[at[0]]).any(axis=0)
 
 
 def _by_rank(now: CrossRankStep, name: str, group: Measured, dtype: Any) -> tuple[Array, Array]:

@@ -14,19 +14,17 @@ are of one part, and only who holds that says what arrived.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from fp8watch_agent.update_names import GRADIENT_GIVEN, GRADIENT_GOT, GRADIENT_OF, SKETCH_NUMBERS
 from fp8watch_server.detect.context import Context
 from fp8watch_server.detect.detector import Detector
+from fp8watch_server.detect.families.gradient_sketches import Sketches, apart, of_step
 from fp8watch_server.detect.finding import Evidence, Finding
 
 Floats = npt.NDArray[np.float64]
-
 APART = 0.02
 """Of its norm: from here on it may be wrong. A sum of a few processes in two bytes rounds by less; one of hundreds by more."""
 LEARN_LOOKS, LEARN_APART = 8, 0.1
@@ -44,13 +42,6 @@ NEW_IN_A_ROW, RIGHT_TIMES = 3, 16
 as were wrong before."""
 REPEAT_STEPS = 5
 KIND = "gradient-sum"
-
-
-class _Sketches(NamedTuple):
-    ranks: tuple[int, ...]
-    given: Floats  # [ranks, 8]
-    got: Floats  # [holders, 8]
-    holders: tuple[int, ...]  # places in `ranks` of those that got it
 
 
 class Verdict(NamedTuple):
@@ -96,7 +87,7 @@ class GradientSums(Detector):
     def observe(self, ctx: Context) -> list[Finding]:
         """Judge one step."""
         found = []
-        for name, said in _of_step(ctx).items():
+        for name, said in of_step(ctx.now).items():
             learns = len(self._usual) < LEARN_LOOKS
             usual = min(MOST_APART, TIMES_USUAL * float(np.median(self._usual))) if not learns else LEARN_APART
             verdict = judge(said.ranks, said.given, said.got, max(APART, usual), said.holders)
@@ -136,11 +127,11 @@ class GradientSums(Detector):
         self._first, self._told = step, None
         self._names.clear()
 
-    def _follow(self, ctx: Context, name: str, said: _Sketches, verdict: Verdict) -> list[Finding]:
+    def _follow(self, ctx: Context, name: str, said: Sketches, verdict: Verdict) -> list[Finding]:
         step, seen = ctx.now.step, self._goes_on(ctx.now.step, len(said.ranks))
         if not seen:
             self._begin(step)
-        apart = step - self._last if seen and self._last is not None else 1
+        between = step - self._last if seen and self._last is not None else 1
         self._last = step
         self._names.add(name)
         if not (seen or verdict.ranks) or (self._told is not None and step - self._told < REPEAT_STEPS):
@@ -164,44 +155,15 @@ class GradientSums(Detector):
                 kind=KIND, first=name, how=verdict.how, odd_ranks=list(verdict.ranks[:64]), num_ranks=len(said.ranks),
                 holders=[said.ranks[i] for i in said.holders][:64] if len(said.holders) < len(said.ranks) else [],
                 others=0 if name in self._right else len(self._right),
-                num=len(self._names), began=began, not_before=began, apart=apart, **more,
+                num=len(self._names), began=began, not_before=began, apart=between, **more,
             )
         ]  # fmt: skip
-
-
-def _of_step(ctx: Context) -> dict[str, _Sketches]:
-    """Parameter -> what all of its processes say of it in this step; nothing of one that lacks some."""
-    by_name: dict[str, dict[int, tuple[Floats, Floats | None, int]]] = {}
-    for view in ctx.now.views:
-        if not any(name.startswith(GRADIENT_OF) for name in view.columns.batch.header.logs):
-            continue
-        logs = view.logs()
-        if (given := _numbers(logs, GRADIENT_GIVEN)) is None:
-            continue
-        for name in [n for n in logs if n.startswith(GRADIENT_OF)]:
-            told = given, _numbers(logs, GRADIENT_GOT), int(logs[name])
-            by_name.setdefault(name.removeprefix(GRADIENT_OF), {})[view.rank] = told
-    out = {}
-    for name, of in by_name.items():
-        ranks = tuple(sorted(of))
-        got = {i: of[rank][1] for i, rank in enumerate(ranks)}
-        held = {i: numbers for i, numbers in got.items() if numbers is not None}
-        if len(of) > 1 and held and {num for *_, num in of.values()} == {len(of)}:
-            given_by = np.stack([of[rank][0] for rank in ranks])
-            out[name] = _Sketches(ranks, given_by, np.stack(list(held.values())), tuple(held))
-    return out
-
-
-def _numbers(logs: Mapping[str, float], what: str) -> Floats | None:
-    """[8]; None where one of them is missing or not finite."""
-    numbers = np.array([logs.get(f"{what}{k}", np.nan) for k in range(SKETCH_NUMBERS)])
-    return numbers if np.isfinite(numbers).all() else None
 
 
 def furthest(given: Floats, got: Floats) -> float:
     """How far off a multiple of the sum is what one got, of the rank that is furthest, as a share of its norm. Both [R, 8]"""
     total = given.sum(axis=0)
-    return max(_apart(g, total) for g in got)
+    return max(apart(g, total) for g in got)
 
 
 def judge(
@@ -219,28 +181,20 @@ def judge(
     total, holders = given.sum(axis=0), holders or tuple(range(len(ranks)))
     if not total.any():
         return None
-    off = np.array([_apart(g, total) for g in got])
+    off = np.array([apart(g, total) for g in got])
     wrong, worst = off > limit, float(off.max())
     if not wrong.any():
         return None
     if not wrong.all():
         return Verdict("one", tuple(ranks[i] for i, is_wrong in zip(holders, wrong, strict=True) if is_wrong), worst)
-    if max(_apart(g, given[i]) for g, i in zip(got, holders, strict=True)) <= limit:
+    if max(apart(g, given[i]) for g, i in zip(got, holders, strict=True)) <= limit:
         is_part = len(holders) < len(ranks)
         return Verdict("alone" if is_part else "own", tuple(ranks[i] for i in holders) if is_part else (), worst)
-    if max(_apart(g, got[0]) for g in got) > limit:
+    if max(apart(g, got[0]) for g in got) > limit:
         return Verdict("apart", (), worst)
     for how, sign in (("missing", -1.0), ("twice", 1.0)):
-        fits = np.array([_apart(got[0], total + sign * mine) for mine in given])
+        fits = np.array([apart(got[0], total + sign * mine) for mine in given])
         best, *others = np.argsort(fits)
         if fits[best] <= limit and fits[others[0]] > max(SINGLED_OUT * fits[best], limit):
             return Verdict(how, (ranks[int(best)],), worst)
     return Verdict("apart", (), worst)
-
-
-def _apart(got: Floats, of: Floats) -> float:
-    """How far one is from a multiple of the other, as a share of its norm; 1 where it is 0 and the other is not."""
-    energy, size = float(of @ of), float(np.linalg.norm(got))
-    if not size or not energy:
-        return float((size > 0) != (energy > 0))
-    return float(np.linalg.norm(got - (got @ of) / energy * of)) / size

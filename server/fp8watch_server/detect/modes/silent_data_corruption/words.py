@@ -16,6 +16,8 @@ def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
         return _of_moments(f)
     if f.extra.get("kind") == "weights-written":
         return _of_written(f)
+    if f.extra.get("kind") == "no-replicas":
+        return _of_parts(f)
     module = s.module if s else "a tensor"
     if f.extra.get("kind") == "zeros":
         return _of_zeros(f, module)
@@ -97,6 +99,20 @@ def _of_written(f: Finding) -> tuple[str, str]:
     )
 
 
+def _of_parts(f: Finding) -> tuple[str, str]:
+    parts, num, looks = f.extra.get("parts"), f.extra.get("num_ranks"), f.extra.get("looks")
+    each = "Each rank" if parts == num else f"Each of {number(parts)} parts of the ranks"
+    off = evidence(f, "gradients_apart")
+    how_far = f": {number(off)} of its norm lies between those of two" if isinstance(off, int | float) else ""
+    return (
+        f"{number(num)} ranks train {number(parts)} sets of weights: these get no gradients of each other",
+        f"{each} got the sum of its own gradients alone, of {number(looks)} that were looked at since step {number(f.extra.get('since'))}{how_far}, and {number(evidence(f, 'differing_weights'))} of the "
+        f"weights that were compared at step {f.step} differ between them. They are no replicas, so a weight that differs is none that something changed. As a rule this is meant: local SGD and DiLoCo (torch's "
+        "PostLocalSGDOptimizer with a model averager) average parameters now and then instead. It is not where each step was to average gradients. "
+        "Ranks that share their gradients are compared as ever. This is said once.",
+    )
+
+
 def fixes(p: Place) -> list[Fix]:
     """What to change, most likely first."""
     if update_words.is_one(kind := p.extra.get("kind", "")):
@@ -111,6 +127,11 @@ def fixes(p: Place) -> list[Fix]:
         return [
             Fix("code", "Look at what runs between two optimizer steps there: an evaluation that swaps averages in and does not swap them out, a hook, a callback, a gather or an offload."),
             Fix("code", "If it is meant (averages that are written back, clamping, pruning): nothing."),
+        ]  # fmt: skip
+    if p.extra.get("kind") == "no-replicas":
+        return [
+            Fix("code", "If parameters are averaged now and then (local SGD, DiLoCo), or the ranks are trainings of their own: nothing."),
+            Fix("code", "If gradients are to be averaged in each step: wrap the model in DistributedDataParallel and call the wrapped one, not its .module; look for a no_sync that is never left."),
         ]  # fmt: skip
     if p.extra.get("kind") == "zeros":
         return [

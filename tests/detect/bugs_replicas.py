@@ -1,0 +1,105 @@
+"""What is broken on purpose in who is a replica of whom."""
+
+from __future__ import annotations
+
+from support.planted import Bug
+
+_T = "tests/detect/test_no_replicas.py"
+_ONE = f"{_T}::test_ranks_that_get_no_gradients_of_each_other_are_one_information"
+_NO_MORE = f"{_T}::test_ranks_that_share_gradients_no_more_are_no_local_training"
+_WITHIN = f"{_T}::test_a_weight_that_differs_within_a_part_is_told_with_the_rank_and_the_steps"
+_EQUAL = f"{_T}::test_weights_that_something_else_keeps_equal_must_agree"
+_WHOSE = f"{_T}::test_who_got_whose_gradients"
+_ALIKE = f"{_T}::test_gradients_that_are_alike_or_0_do_not_tell_whose_they_are"
+_KNOWN = f"{_T}::test_a_rank_that_is_not_known_and_a_new_session_are_of_one_part"
+
+OF_REPLICAS = [
+    Bug(
+        "ranks that get no gradients of each other",
+        "replica_consistency:Agreement.observe",
+        "self._parts.observe(now)",
+        "pass",
+        _ONE,
+    ),
+    Bug(
+        "ranks that are no replicas are told once",
+        "replica_consistency:Agreement._hashes",
+        "self._told_parts = True",
+        "pass",
+        _ONE,
+    ),
+    Bug(
+        "a weight that differs within a part",
+        "replica_consistency:Agreement._hashes",
+        "for group in groups:",
+        "for group in groups if len(groups) == 1 else []:",
+        _WITHIN,
+    ),
+    Bug(
+        "where a part agreed last",
+        "replica_consistency:Agreement._hashes",
+        "                agreed &= both & ~differ",
+        "                self._agreed_at[both & ~differ] = now.step",
+        _WITHIN,
+    ),
+    Bug(
+        "weights that are kept equal without gradients",
+        "replica_consistency:Agreement._hashes",
+        "                    groups = [whole]",
+        "                    pass",
+        _EQUAL,
+    ),
+    Bug(
+        "how weights of parts that were kept equal agreed last",
+        "replica_consistency:Agreement._hashes",
+        "if len(groups) == len(whole):",
+        "if False:",
+        _EQUAL,
+    ),
+    Bug(
+        "weights that are equal behind each average",
+        "replica_consistency:Agreement._hashes",
+        "self._num_differed += int(np.count_nonzero(differ))",
+        "pass",
+        _ONE,
+    ),
+    Bug(
+        "gradients that were shared once",
+        "gradient_sketches:GradientParts.observe",
+        "if of in joined:",
+        "if False:",
+        _NO_MORE,
+    ),
+    Bug(
+        "a part got the sum of its own gradients",
+        "gradient_sketches:parts_of",
+        "apart(said.got[part[0]], said.given[part].sum(axis=0)) > SAME",
+        "False",
+        _WHOSE,
+    ),
+    Bug(
+        "a rank that is left out is no part",
+        "gradient_sketches:parts_of",
+        "if len({len(part) for part in parts}) > 1:",
+        "if False:",
+        _WHOSE,
+    ),
+    Bug(
+        "gradients that are alike", "gradient_sketches:parts_of", "apart(g, said.given[0]) < DIFFERENT", "False", _ALIKE
+    ),
+    Bug(
+        "gradients of zeros",
+        "gradient_sketches:parts_of",
+        "not (said.given.any(axis=1).all() and said.got.any(axis=1).all())",
+        "False",
+        _ALIKE,
+    ),
+    Bug(
+        "a rank whose gradients are not known",
+        "gradient_sketches:GradientParts.split",
+        "if any(rank not in self._part for rank in ranks):",
+        "if False:",
+        _KNOWN,
+    ),
+    Bug("sessions that begin anew", "gradient_sketches:GradientParts.forget", "self._part.clear()", "", _KNOWN),
+]
