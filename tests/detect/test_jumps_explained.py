@@ -75,6 +75,16 @@ def test_a_little_jump_of_a_loss_that_is_next_to_nothing_is_information(height: 
     assert "stays" not in words.title  # the losses of a jump that came back are no level
 
 
+def test_a_jump_that_comes_back_over_some_steps_is_no_level() -> None:
+    t = learnt(0.2)
+    rng = np.random.default_rng(0)
+    t.steps["loss"][30:] = 0.0165 * np.exp(rng.normal(0, 0.3, STEPS - 30))
+    t.steps["loss"][AT : AT + 8] = [0.0622, 0.1186, 0.2982, 0.2193, 0.0181, 0.0602, 0.0669, 0.0201]
+    titles = [explain(i.named, t.facts).title for i in told(t)]
+    assert titles
+    assert not any("stays" in title for title in titles)
+
+
 def test_losses_of_a_search_for_an_lr_are_no_level_for_those_behind_it() -> None:
     t = healthy(3, STEPS)
     smooth = 2.2 + 1.2 * np.exp(-np.arange(STEPS) / 60)

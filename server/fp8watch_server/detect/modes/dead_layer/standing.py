@@ -41,6 +41,7 @@ class StandingWeights(Detector):
 
     modes = ("dead-layer",)
     between_samples = True
+    parts = (WholeWeights,)
 
     def __init__(self, num_sites: int) -> None:
         self._last = np.full((num_sites, 2), np.nan)  # largest, smallest tile amax of the last look
