@@ -70,10 +70,13 @@ class ReplacedModules:
         self._tell(named, again, left, added)
 
     def _added(self, named: list[tuple[str, nn.Module]], gone: set[str]) -> list[str]:
-        """Names under which there was no Linear before."""
+        """Names under which there was no Linear before; what took the place of one, and is said to, is none."""
         linears = {fqn for fqn, m in named if isinstance(m, nn.Linear) and SITE_KEY not in m.__dict__}
         before, self._names = self._names, linears | (self._names or set())
-        return [] if before is None else [fqn for fqn, _ in named if fqn in linears - before - gone]
+        if before is None:
+            return []
+        inside = tuple(f"{fqn}." for fqn in gone)
+        return [fqn for fqn, _ in named if fqn in linears - before - gone and not fqn.startswith(inside)]
 
     def _tell(
         self, named: list[tuple[str, nn.Module]], again: Counter[str], left: list[LeftOut], added: list[str]
