@@ -63,7 +63,9 @@ class _ExpertLinear(torch.autograd.Function):
         return y, token
 
     @staticmethod
-    def backward(ctx: Any, grad_SN: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_SN: Tensor | None, *_: Tensor) -> tuple[Tensor | None, ...]:
+        if grad_SN is None:  # what reads y gives it none: then there is none in front of it
+            return (None,) * 7
         xc, xc_scale, w_data, w_scale, site, token = ctx.saved_tensors
         plan, first = lookup(site)
         x_dtype, w_dtype = ctx.dtypes

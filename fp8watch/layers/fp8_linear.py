@@ -136,7 +136,9 @@ class _Fp8Linear(torch.autograd.Function):
         ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad_MN: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_MN: Tensor | None, *_: Tensor) -> tuple[Tensor | None, ...]:
+        if grad_MN is None:  # what reads y gives it none: then there is none in front of it
+            return (None,) * 8
         xc, xc_scale, wc, wc_scale, site, weight, x = ctx.saved_tensors
         x_dtype, weight_dtype, bias_dtype = ctx.dtypes
         dgrad, wgrad = ctx.needs_input_grad[0] and ctx.dgrad, ctx.needs_input_grad[1] and ctx.wgrad

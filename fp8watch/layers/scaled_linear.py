@@ -61,7 +61,9 @@ class ScaledLinear(torch.autograd.Function):
         ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad_MN: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_MN: Tensor | None, *_: Tensor) -> tuple[Tensor | None, ...]:
+        if grad_MN is None:  # what reads y gives it none: then there is none in front of it
+            return (None,) * 7
         xc, xc_scale, w, w_scale, site = ctx.saved_tensors
         x_dtype, weight_dtype, bias_dtype = ctx.dtypes
         of_input, of_weight, of_grad = ctx.formats

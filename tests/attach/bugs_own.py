@@ -18,6 +18,14 @@ _IS_ARRAY = f"{_ARRAYS}test_an_array_that_enters_as_activations_do_is_no_gemm_we
 _IS_FACTOR = f"{_ARRAYS}test_a_parameter_from_which_a_factor_is_computed_stays_one"
 _VMAP = "tests/attach/test_vmap.py::"
 OWN_BUGS = [
+    Bug("where no gradient comes none goes on", "fp8_linear:_Fp8Linear.backward", "if grad_MN is None:", "if False:",
+        f"{_TWICE}test_where_no_gradient_comes_none_goes_on"),
+    Bug("where no gradient of experts comes none goes on", "expert_linear:_ExpertLinear.backward", "if grad_SN is None:", "if False:",
+        f"{_TWICE}test_where_no_gradient_comes_none_goes_on"),
+    Bug("where no gradient of codes comes none goes on", "scaled_linear:ScaledLinear.backward", "if grad_MN is None:", "if False:",
+        "tests/scaled_mm/test_linear.py::test_a_second_derivative_is_refused_and_where_no_gradient_comes_none_goes_on"),
+    Bug("a second derivative of codes is refused", "scaled_linear:ScaledLinear.backward", "made_of = grad_MN, xc_scale", "made_of = (grad_MN.detach(),)",
+        "tests/scaled_mm/test_linear.py::test_a_second_derivative_is_refused_and_where_no_gradient_comes_none_goes_on"),
     Bug("layers inside a norm count", "flop_coverage:coverage", "seen.add(id(module))", "seen.update(id(m) for m in module.modules())",
         "tests/attach/test_coverage.py::test_layers_inside_what_is_called_a_norm_count"),
     Bug("an array beside activations is none of the factors that come of them", "parameter_trail:ParameterTrail._follow",

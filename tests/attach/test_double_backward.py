@@ -111,3 +111,28 @@ def test_graphs_of_graphs_that_nobody_differentiates_cost_nothing(attach):
         assert node() is None  # without the collector: nothing holds itself
     finally:
         gc.enable()
+
+
+class Stop(torch.autograd.Function):
+    """Gives its input no gradient at all, which is not one of zeros."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None
+
+
+@pytest.mark.parametrize("kind", ["linears", "experts"])
+def test_where_no_gradient_comes_none_goes_on(attach, kind):
+    torch.manual_seed(0)
+    if kind == "experts":
+        model, given = nn.ModuleDict({"experts": Experts()}), (torch.randn(9, K), torch.arange(9) % 3)
+    else:
+        model, given = chain(), (torch.randn(16, 64),)
+    watch = attach(model, recipe="blockwise")
+    Stop.apply((model["experts"] if kind == "experts" else model)(*given)).sum().backward()
+    assert all(p.grad is None for p in model.parameters())
+    assert not watch.guard.errors

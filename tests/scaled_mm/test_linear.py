@@ -213,3 +213,29 @@ def test_what_cannot_be_is_refused_or_left_out(attach, monkeypatch, capsys):
     monkeypatch.undo()
     with pytest.raises(ValueError, match="serves cuda tensors, not cpu; gemm='emulated' runs everywhere"):
         fp8watch.attach(model, gemm="scaled_mm")
+
+
+class Stop(torch.autograd.Function):
+    """Gives its input no gradient at all, which is not one of zeros."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None
+
+
+def test_a_second_derivative_is_refused_and_where_no_gradient_comes_none_goes_on(attach):
+    model, x = nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128)), torch.randn(32, 128)
+    watch = attach(model, gemm="scaled_mm")
+    parameters = list(model.parameters())
+    z = x.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(model(z).square().sum(), z, create_graph=True)
+    for asked in (parameters, [z]):
+        with pytest.raises(RuntimeError, match=r"differentiated again .*filter_fn"):
+            torch.autograd.grad(slope.square().sum(), asked, retain_graph=True)
+    Stop.apply(model(x)).sum().backward()
+    assert all(p.grad is None for p in parameters)
+    assert not watch.guard.errors
