@@ -16,7 +16,7 @@ from playwright.sync_api import Page, expect
 pytestmark = pytest.mark.browser
 
 OWN = f"/incidents/{travelling.ID}/flight"
-LOADED = "document.querySelector('[data-flight]').dataset.loaded !== undefined"
+LOADED = "document.querySelector('[data-flight]')?.dataset.loaded !== undefined"  # between two pages there is none
 PLACE = """([label, operand, step]) => {
   const f = document.querySelector("[data-flight]").flight, at = f.geometry;
   const i = f.data.rows.findIndex((r) => r.label === label && (r.operand === operand || r.operand === null));
@@ -110,8 +110,8 @@ def test_keys_step_choose_and_open_and_the_address_holds_the_step(page: Page, co
     expect(page.locator("#keys")).to_contain_text("play the flight recorder")
     page.keyboard.press("Escape")
     page.get_by_role("link", name="± 64").click()
+    until(page, "document.querySelector('[data-flight]')?.flight?.data?.span === 64")
     until(page, LOADED)
-    assert page.evaluate("document.querySelector('[data-flight]').flight.data.span") == 64
     slider = page.get_by_label("Step of the flight recorder")
     slider.fill("3")
     until(page, "new URLSearchParams(location.search).get('step') === '3'")
