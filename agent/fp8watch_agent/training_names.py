@@ -12,6 +12,9 @@ OPTIMIZER = "optimizer/"
 CLIP_NORM = f"{OPTIMIZER}clip_norm"
 """What the gradient norm was clipped to."""
 
+OPTIMIZER_BEGINS = f"{OPTIMIZER}begins"
+"""1 in the first step that it ended in the stead of another, which held the same parameters; only there."""
+
 MOMENTS_CHANGED = f"{OPTIMIZER}moments_changed"
 """Tensors of its state that are not as it left them, of those that were looked at. This and the others only where something has
 changed."""
@@ -27,6 +30,12 @@ WEIGHTS_CHANGED = f"{OPTIMIZER}weights_changed"
 
 WEIGHTS_LOOKED = f"{OPTIMIZER}weights_looked"
 """Weights that were looked at."""
+
+WEIGHTS_WHICH = f"{OPTIMIZER}weights_which"
+"""Which of them is the first: its number; not sent."""
+
+WRITTEN = f"{OPTIMIZER}written/"
+"""Before the name of the first weight that changed, where no moment did: 1."""
 
 CHANGED = f"{OPTIMIZER}changed/"
 """Before the name of the first tensor that changed, "exp_avg of layers.0.fc1.weight": 1."""

@@ -79,7 +79,11 @@ GRADIENTS_FEW = f"{OPTIMIZER}gradients_few"
 """How many of those that are named have too few elements to say so."""
 
 GRADIENT_OF = f"{OPTIMIZER}gradient_of/"
-"""Before the name of a parameter whose gradient several processes share: how many. What follows is of a sample of it."""
+"""Before the name of a parameter whose gradient several processes share: how many. What follows is of a sample of it. Where these are
+not all processes of the run, `GROUP` and the first of them stand behind the name."""
+
+GROUP = "@"
+"""Between the name of a parameter and the first of the processes that share it."""
 
 SKETCH_NUMBERS = 8
 """Products with random signs of a gradient that is shared."""

@@ -17,13 +17,17 @@ from __future__ import annotations
 
 import torch
 
+_num_dispatch_modes = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
+
 
 def fprop(
     input_MK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, dtype: torch.dtype
 ) -> torch.Tensor:
     """Return input · weightᵀ + bias as [M, N] of dtype: the bias is added in float32, the cast comes last."""
     output_MN = _mm(input_MK, weight_NK.t())
-    if bias_N is not None:
+    if bias_N is not None and not torch.compiler.is_compiling() and _num_dispatch_modes():
+        output_MN = output_MN + bias_N.to(torch.float32)  # selective checkpointing may have kept the product
+    elif bias_N is not None:
         output_MN += bias_N.to(torch.float32)
     return output_MN.to(dtype)
 

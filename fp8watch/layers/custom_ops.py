@@ -28,6 +28,7 @@ from fp8watch.layers.vmap_rules import mean_of_batch, one_by_one
 from fp8watch.observer.observation_plan import ObservationPlan
 from fp8watch.observer.pass_counter import first_tensor, graph_task
 from fp8watch.observer.site_rows import GRAD_OUTPUT, INPUT, WEIGHT, OperandRows
+from fp8watch.observer.unseen import num_dispatch_modes, unseen
 from fp8watch.quantize.site_quantizer import Wanted
 
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -105,7 +106,7 @@ def enter_forward(plan: ObservationPlan) -> None:
     """A watched module is in its forward, and it counts."""
     step = plan.step
     if step.on_forward is not None:
-        plan.guard.run("on_forward", step.on_forward)
+        step.end_before()
     step.forward_seen = step.forward_since = True
 
 
@@ -259,10 +260,9 @@ def _(
 
 
 def rows_by_columns(x: Tensor) -> Tensor:
-    """[..., K] as [M, K]; without elements −1 would be any number."""
-    if x.dim() == 2:
-        return x
-    return x.reshape(-1, x.shape[-1]) if x.numel() else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    """[..., K] as [M, K]; M is no −1, which would be any number of no elements: of samples of torch.func.vmap not even
+    these can be counted."""
+    return x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def runs_now(x: Tensor) -> bool:
@@ -315,7 +315,8 @@ def look_at_output(y: Tensor, site: Tensor, operand: int, columnwise: bool, *fac
     if torch.compiler.is_compiling():
         look_at_output_op(y, site, operand, columnwise, factors)
     elif not is_virtual(y):
-        _look_at_output(y, site, operand, columnwise, factors)
+        look = _look_at_output if not num_dispatch_modes() else unseen(_look_at_output)
+        look(y, site, operand, columnwise, factors)
 
 
 def is_virtual(y: Tensor) -> bool:

@@ -5,11 +5,13 @@ Shapes:     any, unchanged     Thread: autograd's
 A rounded operand has no derivative of use. Without a word, a gradient penalty would lose the part of its gradient that
 goes through the quantised operands, and nobody would see it. What is refused is reached from all that the gradient was made of: the
 gradient of the output, and, by an output of the forward that nothing else reads, input and weight. `torch.autograd.grad` of some of
-them alone would come by no other way, and be given zeros or the rest.
+them alone would come by no other way, and be given zeros or the rest. It is saved by the node that it is an output of; where hooks pack
+what is saved, and keep what they are given, that node would hold itself.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -55,3 +57,20 @@ def once_only(grad: Tensor | None, *made_of: Tensor) -> Tensor | None:
         raise RuntimeError(_REFUSAL)
     refused: Tensor = _Once.apply(grad, *made_of)  # type: ignore[no-untyped-call]
     return refused
+
+
+packed_by: Callable[[bool], Any] = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)
+"""The hooks that pack what is saved now; False: those of tracing are none. A torch without this way to ask has none."""
+
+
+def apply_packed(apply: Callable[..., Any], *args: Any) -> Any:
+    """Of an autograd.Function, where hooks pack what it saves: of an output they are given the values alone, and torch, which knows
+    whose output it is, gives the graph back where it is unpacked."""
+    pack, unpack = packed_by(False)
+
+    def values_of(saved: Tensor) -> Any:
+        is_output = saved.grad_fn is not None and not any(saved is given for given in args)
+        return pack(saved.detach() if is_output else saved)
+
+    with torch.autograd.graph.saved_tensors_hooks(values_of, unpack):
+        return apply(*args)

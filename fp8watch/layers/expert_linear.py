@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fp8watch.kernels import emulated_grouped
 from fp8watch.layers.custom_ops import lookup, note_gemm_output, pass_number
-from fp8watch.layers.double_backward import once_only
+from fp8watch.layers.double_backward import apply_packed, once_only, packed_by
 from fp8watch.layers.expert_check import hold_expert_product
 from fp8watch.layers.expert_groups import ExpertGroups
 from fp8watch.layers.expert_operands import Kept, Ranges, Weights, quantise_rows, quantise_weights, values_of
@@ -26,6 +26,7 @@ from fp8watch.numerics.formats import fp8_format
 from fp8watch.observer.observation_plan import ObservationPlan
 from fp8watch.observer.pass_counter import in_backward
 from fp8watch.observer.site_rows import GRAD_OUTPUT, INPUT, WEIGHT
+from fp8watch.observer.unseen import unseen
 
 
 class _ExpertLinear(torch.autograd.Function):
@@ -116,7 +117,7 @@ def _hold(
         start, end = groups[group]
         return y[start:end], rows[start:end], weight_of(group)
 
-    plan.guard.run("shadow", hold_expert_product, plan, first, operand, False, _one(of), groups, factors)
+    plan.guard.run("shadow", unseen(hold_expert_product), plan, first, operand, False, _one(of), groups, factors)
 
 
 def _hold_wgrad(
@@ -128,7 +129,7 @@ def _hold_wgrad(
         start, end = groups[group]
         return dw[group] if dw.dim() == 3 else dw, g[start:end], x[start:end]
 
-    plan.guard.run("shadow", hold_expert_product, plan, first, GRAD_OUTPUT, True, _one(of), groups, factors)
+    plan.guard.run("shadow", unseen(hold_expert_product), plan, first, GRAD_OUTPUT, True, _one(of), groups, factors)
 
 
 def _one(of: ExpertGroups | int) -> int | None:
@@ -182,7 +183,9 @@ def expert_linear(x_SK: Tensor, w: Tensor, gemm: Gemm, site: Tensor, *, count: b
             plan, first, lies, transposed=transposed, number=number, later=later, of=one, look=count
         )
     with torch.autocast(x_SK.device.type, enabled=False):
-        y: Tensor = _ExpertLinear.apply(x_SK, w, gemm.of, weights, site, count, wgrad)[0]  # type: ignore[no-untyped-call]
+        given = x_SK, w, gemm.of, weights, site, count, wgrad
+        packed = packed_by(False) is not None
+        y: Tensor = (apply_packed(_ExpertLinear.apply, *given) if packed else _ExpertLinear.apply(*given))[0]  # type: ignore[no-untyped-call]
     return y
 
 

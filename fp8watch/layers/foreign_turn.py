@@ -29,6 +29,7 @@ from fp8watch.observer.foreign import Foreign
 from fp8watch.observer.observation_plan import ObservationPlan
 from fp8watch.observer.pass_counter import graph_task
 from fp8watch.observer.site_rows import GRAD_OUTPUT, INPUT, WEIGHT
+from fp8watch.observer.unseen import unseen
 from fp8watch.quantize.rounding_bound import check_codes
 from fp8watch.quantize.self_consistency import Reads, check_quantiser
 
@@ -83,6 +84,7 @@ class Turn:
             self._check(GRAD_OUTPUT, True, gradient.detach(), (INPUT, True), None)
         self._has_come(WEIGHT)
 
+    @unseen
     def saw_output(self, y: Tensor) -> None:
         """What the module returned."""
         rows = rows_by_columns(y.detach())
@@ -115,6 +117,7 @@ class Turn:
 
     # ---- what is cast inside -----------------------------------------------------------------------------------------
 
+    @unseen
     def saw_cast(self, operand: int, x: Tensor, data: Tensor, scale_inv: Tensor, tile: tuple[int, int]) -> None:
         """Hold codes against the operand that was cast, and keep them for the GEMM that reads them.
 
@@ -245,7 +248,7 @@ def behind(turn: Turn, x: Tensor) -> Tensor:
     if not (x.requires_grad and torch.is_grad_enabled()):
         return x
     turn._awaited.add(INPUT)
-    seen: Tensor = _BeforeInput.apply(x, turn)  # type: ignore[no-untyped-call]
+    seen: Tensor = unseen(_BeforeInput.apply)(x, turn)
     return seen
 
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import copyreg
 import inspect
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +30,7 @@ from torch import Tensor, nn
 
 from fp8watch.kernels import emulated_gemm
 from fp8watch.layers.autograd_signature import signature_known
+from fp8watch.layers.class_swap import swap
 from fp8watch.layers.custom_ops import (
     is_eager,
     look_at_output,
@@ -36,9 +38,10 @@ from fp8watch.layers.custom_ops import (
     quantize_dequantize,
     rows_by_columns,
 )
-from fp8watch.layers.double_backward import once_only
+from fp8watch.layers.double_backward import apply_packed, once_only, packed_by
 from fp8watch.layers.impact_rows import take_impact
 from fp8watch.layers.observe_linear import observe, observe_forward, rests
+from fp8watch.layers.parameter_trail import linear_in_fp8, num_modes
 from fp8watch.layers.saved_operands import dequantize_kept, quantize_for_backward
 from fp8watch.layers.scaled_linear import Formats, ScaledLinear
 from fp8watch.layers.vmap_rules import refuse_vmap, refused_forward_mode
@@ -211,6 +214,15 @@ class _ObserveOutput(torch.autograd.Function):
         return grad, None, None, None
 
 
+class _ObserveTransformed(_ObserveOutput):
+    """The same for torch.func, which may differentiate it in forward mode. The compiler takes no Function with a jvp of its own."""
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
+        alias: Tensor = torch.ops.aten._unsafe_view.default(tangent, tangent.shape)
+        return alias
+
+
 def _check(x: Tensor, weight: Tensor, autocast: bool) -> None:
     """Refuse what F.linear refuses, in words; everything else has a right result.
 
@@ -265,14 +277,18 @@ def fp8_linear(
     if autocast and x.dtype in OPERAND_DTYPES:
         x = x.to(torch.get_autocast_dtype(device))
     _check(x, weight, autocast)
+    if not torch.compiler.is_compiling() and num_modes():
+        linear_in_fp8(x, weight)
     wgrad = weight.requires_grad and torch.is_grad_enabled()
     rows = x if x.dim() == 2 else rows_by_columns(x)
     dgrad = x.requires_grad and torch.is_grad_enabled()
+    apply: Callable[..., Any] = _Fp8Linear.apply
+    given: tuple[Any, ...] = rows, weight, bias, site, count, dgrad, wgrad, how
+    if scaled is not None and x.numel():
+        apply, given = ScaledLinear.apply, (rows, weight, bias, site, count, wgrad, scaled)
     try:
-        if scaled is not None and x.numel():
-            y = ScaledLinear.apply(rows, weight, bias, site, count, wgrad, scaled)[0]  # type: ignore[no-untyped-call]
-        else:
-            y = _Fp8Linear.apply(rows, weight, bias, site, count, dgrad, wgrad, how)[0]  # type: ignore[no-untyped-call]
+        packed = not torch.compiler.is_compiling() and packed_by(False) is not None
+        y = (apply_packed(apply, *given) if packed else apply(*given))[0]
     except NotImplementedError as error:
         raise refused_forward_mode(error) from None
     if count and how.gemms[0] and y.requires_grad and not torch.compiler.is_compiling():
@@ -329,24 +345,13 @@ def observed(module: nn.Linear, x: Tensor, y: Tensor, site: Tensor) -> Tensor:
     observe(weight.detach(), site, WEIGHT, True, False)
     look_at_output(y.detach(), site, INPUT, False)
     if y.requires_grad:
-        if torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        compiles = torch.compiler.is_compiling()
+        if compiles and torch._C._are_functorch_transforms_active():
             return y  # the compiler takes no autograd.Function inside of torch.func: gradients stay unseen
-        out: Tensor = _ObserveOutput.apply(y, site, x.requires_grad, wgrad)  # type: ignore[no-untyped-call]
+        shown = _ObserveOutput if compiles else _ObserveTransformed
+        out: Tensor = shown.apply(y, site, x.requires_grad, wgrad)  # type: ignore[no-untyped-call]
         return out
     return y
-
-
-_classes: dict[type[nn.Linear], type[WatchedLinear]] = {}
-
-
-def watched_class(base: type[nn.Linear], mixin: type[WatchedLinear] = WatchedLinear) -> type[WatchedLinear]:
-    """The watched subclass of a Linear's own class, made once."""
-    got = _classes.get(base)
-    if got is None:
-        namespace = {"_fp8watch_base": base, "__module__": base.__module__, "__qualname__": base.__qualname__}
-        got = type(base.__name__, (mixin, base) if base is not nn.Linear else (mixin,), namespace)
-        _classes[base] = got
-    return got
 
 
 def take_over(
@@ -366,7 +371,7 @@ def take_over(
     module.__dict__[LAYOUT_KEY] = how
     module.__dict__[OBSERVE_KEY] = observe_only
     if not isinstance(module, WatchedLinear):  # it is after a detach under FSDP2, which put its class on top
-        module.__class__ = watched_class(type(module), mixin)
+        swap(module, mixin)
     lead_to_class(module)
 
 

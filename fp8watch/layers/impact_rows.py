@@ -23,6 +23,7 @@ from fp8watch.layers.operand_check import capturing
 from fp8watch.layers.shadow_gemm import sampled_rows
 from fp8watch.observer.observation_plan import ObservationPlan
 from fp8watch.observer.site_rows import INPUT
+from fp8watch.observer.unseen import unseen
 
 NUM_ROWS = 256
 """More than a shadow takes: impacts of tokens have heavy tails, and the RMS of 64 of them ranked layers at 0.8 only."""
@@ -90,6 +91,6 @@ def take_impact(
     plan: ObservationPlan, first: int, x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, y_MN: Tensor
 ) -> None:
     """Look at one call of a module on our FP8 path that has its turn; a hook waits for the gradient. Eager only."""
-    rows = plan.guard.run(LOOK, impact_rows, plan, first, x_MK, weight_NK, bias_N, y_MN)
+    rows = plan.guard.run(LOOK, unseen(impact_rows), plan, first, x_MK, weight_NK, bias_N, y_MN)
     if rows is not None:
         y_MN.register_hook(lambda grad: plan.guard.run(LOOK, rows.see, grad))  # type: ignore[no-untyped-call]

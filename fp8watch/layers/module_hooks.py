@@ -18,6 +18,7 @@ from fp8watch.observer.batch_facts import BatchFacts
 from fp8watch.observer.observation_plan import ObservationPlan
 from fp8watch.observer.pass_counter import first_tensor
 from fp8watch.observer.stopwatch import FIXED
+from fp8watch.observer.unseen import num_dispatch_modes, unseen
 from fp8watch_agent.guard import Guard
 
 
@@ -56,7 +57,8 @@ class LossHook:
         if module.training:
             compiling = torch.compiler.is_compiling()
             try:
-                self._look(kwargs, output, None if compiling else self._number)
+                look = self._look if compiling or not num_dispatch_modes() else unseen(self._look)
+                look(kwargs, output, None if compiling else self._number)
             except Exception as error:  # noqa: BLE001 - training goes on, and the guard counts
                 self._watch.guard.swallow("loss", error)
             if not compiling and torch.is_grad_enabled():
@@ -67,7 +69,7 @@ class LossHook:
             return
         stopwatch = self._plan.stopwatch
         began = None if stopwatch is None else stopwatch.mark()
-        self._watch.guard.run("batch", self._batches.see_inputs, args, kwargs)
+        self._watch.guard.run("batch", unseen(self._batches.see_inputs), args, kwargs)
         if stopwatch is not None:
             stopwatch.add(FIXED, began, stopwatch.mark())
 
@@ -83,6 +85,20 @@ class LossHook:
             tell_loss(loss, self._site, number, kwargs.get("num_items_in_batch") is not None, grad)
             return
         root_returned(output, self._site, number, grad)
+
+    def __reduce__(self) -> Any:
+        return getattr, (contextlib.nullcontext(), "__exit__")
+
+
+class ForwardBegins:
+    """Forward pre-hook of the root module. A copy or a pickle of the model gets a hook of the standard library that does nothing."""
+
+    def __init__(self, batches: BatchFacts) -> None:
+        self._batches = batches
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if module.training and not torch.compiler.is_compiling() and torch.is_grad_enabled():
+            self._batches.forward_begins()
 
     def __reduce__(self) -> Any:
         return getattr, (contextlib.nullcontext(), "__exit__")

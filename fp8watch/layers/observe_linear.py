@@ -26,6 +26,7 @@ from fp8watch.observer.observation_plan import ObservationPlan
 from fp8watch.observer.pass_counter import graph_task
 from fp8watch.observer.site_rows import GRAD_OUTPUT, INPUT, WEIGHT
 from fp8watch.observer.stopwatch import LIGHT
+from fp8watch.observer.unseen import num_dispatch_modes, unseen
 
 _set_grad_enabled = torch._C._set_grad_enabled  # torch.no_grad() takes longer than many an operand
 
@@ -99,12 +100,24 @@ def rests(number: int, y: Tensor) -> bool:
         return True
     if not plan.resting[number & 0xFFFFFFFF]:
         return False
+    note_rest(plan, number, y, y)
+    return True
+
+
+def note_rest(plan: ObservationPlan, number: int, y: Tensor, local: Tensor) -> None:
+    """Note that something ran which is not looked at, and where its backward comes by.
+
+    Args:
+        plan: of its site.
+        number: that the site stands for.
+        y: what it returned.
+        local: what this rank holds of that.
+    """
     grad = y.requires_grad
-    if plan.step.is_noted(grad) and not is_virtual(y) and torch._C._get_tracing_state() is None:
+    if plan.step.is_noted(grad) and not is_virtual(local) and torch._C._get_tracing_state() is None:
         pass_number(plan, INPUT, True)
         if grad:
             y.register_hook(partial(_pass_ran_backward, number))  # type: ignore[no-untyped-call]
-    return True
 
 
 def _pass_ran_backward(number: int, _grad: Tensor) -> None:
@@ -116,6 +129,13 @@ def _pass_ran_backward(number: int, _grad: Tensor) -> None:
 def observe_forward(x: Tensor, weight: Tensor, y: Tensor, site: Tensor) -> None:
     """Look at a Linear that computes as before: at its operands, its output and, in backward, the gradient of that.
     Eager only, see `is_eager`: an op would cost more than many an operand takes, and nothing here is in any graph."""
+    if num_dispatch_modes():
+        unseen(_observe_forward)(x, weight, y, site)
+    else:
+        _observe_forward(x, weight, y, site)
+
+
+def _observe_forward(x: Tensor, weight: Tensor, y: Tensor, site: Tensor) -> None:
     number = int(site)
     plan, first = plan_of(number), number & 0xFFFFFFFF
     if plan is None:

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from fp8watch.layers.fp8_linear import COMPUTES_KEY, GEMMS_KEY, KEYS, SITE_KEY
-from fp8watch.layers.own_gemms import GemmMode, HeadSite, OwnGemms
+from fp8watch.layers.own_gemms import GemmMode
+from fp8watch.layers.own_turns import HeadSite, OwnGemms
 from fp8watch.layers.wrapped_forward import lead_to_class, replaces_forward
 
 _classes: dict[type[nn.Module], type[nn.Module]] = {}
@@ -57,6 +58,10 @@ def watched_class(base: type[nn.Module]) -> type[nn.Module]:
         if gemms is None or not self.training or torch._C._get_tracing_state() is not None:
             return original(self, *args, **kwargs)
         gemms.called = True
+        if gemms.sites and gemms.rests():
+            out = original(self, *args, **kwargs)
+            gemms.note_rest(out)
+            return out
         if not gemms.due():
             return original(self, *args, **kwargs)
         with GemmMode(gemms, self):

@@ -11,7 +11,7 @@ matrices of experts gathered token by token. The mode is entered inside forward,
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -24,16 +24,13 @@ from fp8watch.layers.expert_groups import ExpertGroups
 from fp8watch.layers.expert_products import bias_of, can_multiply, multiply, unusual
 from fp8watch.layers.local_part import local_part
 from fp8watch.layers.observe_gemm import Gemm, observe_gemm
-from fp8watch.layers.parameter_trail import ParameterTrail, ParameterUse
+from fp8watch.layers.own_turns import OwnGemms
+from fp8watch.layers.parameter_trail import ParameterTrail
 from fp8watch.layers.probe_ops import look_at_probe
+from fp8watch.observer.unseen import num_dispatch_modes, unseen
 
 _INSIDE = "multi_head_attention_forward"
 """A function written in Python whose products are made inside, where a mode does not look."""
-FIRST_STEPS, HEADS_EVERY = 16, 8
-"""Heads that are no Linears are looked at in each of the first steps, then in one of so many: the mode sees all that the
-whole forward calls, for the sake of one product in it."""
-FORWARDS_IN_VAIN = 4
-"""Forwards in which a head must have been seen, or it is looked for no longer."""
 _GATHERS = frozenset({"__getitem__", "index_select"})
 _CASTS = frozenset({"to", "type", "type_as", "bfloat16", "half", "float", "contiguous"})
 _X_FIRST = ("input", "self", "mat1", "tensor", "batch1", "mat_a"), ("weight", "other", "mat2", "batch2", "mat_b")
@@ -53,53 +50,6 @@ _PRODUCTS: Mapping[str, _Product] = {
     **dict.fromkeys(("addmm", "baddbmm"), _Product(1, -2)),
     **dict.fromkeys(("grouped_mm", "_grouped_mm", "grouped_mm_fallback"), _Product(0, -2, is_grouped=True)),
 }
-
-
-class HeadSite(NamedTuple):
-    """A head that is no Linear."""
-
-    fqn: str
-    given: Tensor | None  # site of its input, where that is looked at
-    site: Tensor | None  # of its output
-
-
-@dataclass(eq=False)
-class OwnGemms:
-    """The parameters of one module whose products are looked at.
-
-    Args:
-        sites: path of a parameter from the module, such as "down_proj" -> its site.
-        heads: path of an embedding's weight -> the head that it is: input and output of products with it are looked at.
-        computes: paths of parameters of experts whose products are computed in FP8.
-    """
-
-    sites: Mapping[str, Tensor]
-    heads: Mapping[str, HeadSite] = field(default_factory=dict)
-    computes: frozenset[str] = frozenset()
-    called: bool = False  # in eager code, in training
-    seen: set[str] = field(default_factory=set)  # parameters of which a product was recognised
-    use: ParameterUse = field(default_factory=ParameterUse)  # of all of them
-    forward_only: set[str] = field(default_factory=set)  # of those seen: multiplied where autograd does not look
-    kept_high: dict[str, str] = field(default_factory=dict)  # of those that compute in FP8: what did not, and why
-    _tries: int = FORWARDS_IN_VAIN
-
-    @property
-    def any_site(self) -> Tensor:
-        """One of them."""
-        return next(
-            iter((*self.sites.values(), *(s for h in self.heads.values() for s in (h.given, h.site) if s is not None)))
-        )
-
-    def due(self) -> bool:
-        """Whether this forward is looked into; products with own parameters are in each."""
-        if self.sites:
-            return True
-        if not self.seen:
-            self._tries -= 1
-        plan = plan_of(self.any_site)
-        if plan is None or self._tries < 0:
-            return False
-        return plan.step.num_begun <= FIRST_STEPS or plan.step.num_begun % HEADS_EVERY == 0
 
 
 class _Known(NamedTuple):
@@ -157,9 +107,14 @@ class GemmMode(TorchFunctionMode):
             self._guarded(self._trail.see, name, args, kwargs, out)
         return out
 
+    def see_linear(self, x: Tensor, weight: Tensor) -> None:
+        """A Linear in FP8 takes an input: its product is no call of torch."""
+        if len(self._gemms.seen) < len(self._parameters):
+            self._guarded(self._trail.see, "linear", (x, weight), {}, None)
+
     def _guarded(self, look: Callable[..., None], *args: Any) -> None:
         try:
-            look(*args)
+            (look if not num_dispatch_modes() else unseen(look))(*args)
         except Exception as error:  # noqa: BLE001 - training goes on, and the guard counts
             plan = plan_of(self._gemms.any_site)
             if plan is not None:

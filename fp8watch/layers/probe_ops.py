@@ -14,6 +14,7 @@ from torch import Tensor
 from fp8watch.layers.custom_ops import is_virtual, plan_of
 from fp8watch.observer.observation_plan import ObservationPlan
 from fp8watch.observer.pass_counter import first_tensor, graph_task
+from fp8watch.observer.unseen import num_dispatch_modes, unseen
 
 
 def _look_at_probe(y: Tensor, site: Tensor) -> Tensor:
@@ -48,7 +49,8 @@ def look_at_probe(output: Any, number: int, entered: tuple[str, Any] | None = No
         given = None
         if entered is not None and (x := _floating(entered[1])) is not None and not is_virtual(x):
             given = entered[0], x.detach()
-        plan.guard.run("probe", plan.note_probe, number & 0xFFFFFFFF, y, given)
+        note = plan.note_probe if not num_dispatch_modes() else unseen(plan.note_probe)
+        plan.guard.run("probe", note, number & 0xFFFFFFFF, y, given)
 
 
 def look_at_probe_in_graph(output: Any, site: Tensor) -> None:

@@ -42,9 +42,12 @@ def batch_in_rows(op: Any) -> Rule:
 
 
 def mean_of_batch(op: Any) -> Rule:
-    """The rule of an op (value, site, ...) that notes one number a step, or that there is one: the mean of the samples."""
+    """The rule of an op (value, site, ...) that notes one number a step, or that there is one: the mean of the samples.
+    Of none there is none."""
 
     def rule(info: Any, in_dims: tuple[Any, ...], value: Tensor, site: Tensor, *rest: Any) -> tuple[Tensor, None]:
+        if not info.batch_size:
+            return value.new_empty((0,)), None
         if in_dims[0] is not None and value.is_floating_point():
             value = value.movedim(in_dims[0], 0).mean(dim=0)
         elif in_dims[0] is not None:
@@ -55,9 +58,11 @@ def mean_of_batch(op: Any) -> Rule:
 
 
 def one_by_one(op: Any) -> Rule:
-    """The rule of an op that computes: once for each sample, results along a first dimension."""
+    """The rule of an op that computes: once for each sample, results along a first dimension. Of no sample they are as many."""
 
     def rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
+        if not info.batch_size:
+            return _of_none(op, in_dims, args)
         of_each = [
             op(*(_sample(a, dim, i) for a, dim in zip(args, in_dims, strict=True))) for i in range(info.batch_size)
         ]
@@ -67,6 +72,25 @@ def one_by_one(op: Any) -> Rule:
         return results, (0,) * len(results)
 
     return rule
+
+
+def _of_none(op: Any, in_dims: tuple[Any, ...], args: tuple[Any, ...]) -> tuple[Any, Any]:
+    """Results of the op for each of no samples, of which only the shapes are known: those of any."""
+    shapes = op(*(_shape_of_sample(a, dim) for a, dim in zip(args, in_dims, strict=True)))
+    device = next(a.device for a, dim in zip(args, in_dims, strict=True) if isinstance(a, Tensor) and dim is not None)
+    if isinstance(shapes, Tensor):
+        return torch.empty((0, *shapes.shape), dtype=shapes.dtype, device=device), 0
+    return tuple(torch.empty((0, *s.shape), dtype=s.dtype, device=device) for s in shapes), (0,) * len(shapes)
+
+
+def _shape_of_sample(argument: Any, dim: Any) -> Any:
+    if isinstance(argument, (list, tuple)):
+        dims = dim or (None,) * len(argument)
+        return type(argument)(_shape_of_sample(a, d) for a, d in zip(argument, dims, strict=True))
+    if not isinstance(argument, Tensor):
+        return argument
+    shape = [size for i, size in enumerate(argument.shape) if dim is None or i != dim % argument.dim()]
+    return argument.new_empty(shape, device="meta")
 
 
 def _sample(argument: Any, dim: Any, i: int) -> Any:

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
+
+from fp8watch.observer.unseen import without_modes
 
 NUM_ROWS = 64
 MAX_LOGITS = 1 << 20
@@ -135,5 +136,5 @@ def _part(size: int, num: int, turn: int) -> tuple[slice, int]:
 @contextmanager
 def _unseen(device: str) -> Iterator[None]:
     """Plain arithmetic: no gradient, no autocast, and no mode that would take it for a part of training."""
-    with torch.no_grad(), _disable_current_modes(), torch.autocast(device, enabled=False):
+    with torch.no_grad(), without_modes(), torch.autocast(device, enabled=False):
         yield

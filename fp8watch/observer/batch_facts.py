@@ -56,6 +56,12 @@ class BatchFacts:
         self._targets: tuple[Tensor, int] | None = None
         self._paired = False  # labels were held against their tokens: other losses of the step are others'
 
+    def forward_begins(self) -> None:
+        """The model is called with gradients: targets that were seen before, and go with no tokens of its, are of another one."""
+        if self._targets is not None and not self._paired:
+            self._targets = None
+            self._facts.pop(SCORED, None)
+
     def see_inputs(self, args: Any, kwargs: Mapping[str, Any]) -> None:
         """Take what one forward pass was given. Integers of any shape, or floats where there are none."""
         whole: list[Tensor] = []

@@ -62,6 +62,7 @@ class ObservationPlan:
     why: FaultWhy = field(default_factory=FaultWhy)
     tiles: HeldTiles = field(default_factory=lambda: HeldTiles(TILE_BYTES // 4))
     stopwatch: Stopwatch | None = None  # in a step in which observing is timed
+    as_they_are: bool = False  # no GEMM that is observed reads codes of ours: each may be looked at in turns
     resting: ByRow = NO  # of a Linear's first row: nothing of it is looked at, where its GEMMs stay as they are
     handle: int = 0
     turns: dict[int, Any] = field(default_factory=dict)  # first row of a foreign Linear -> the call that is looked at
@@ -83,7 +84,7 @@ class ObservationPlan:
         self._decide_rest()
 
     def _decide_rest(self) -> None:
-        if not self.recipe.observe_only or self.recipe.history is not None or self.stopwatch is not None:
+        if not self.as_they_are or self.recipe.history is not None or self.stopwatch is not None:
             self.resting = NO
         else:
             self.resting = self.sites.resting(self.step.sample) if self.observing else YES

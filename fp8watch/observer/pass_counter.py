@@ -90,20 +90,25 @@ class Passes:
 MAX_PARTS = 4096
 
 
-def first_tensor(output: Any) -> Tensor | None:
-    """Some tensor of a forward's output, so that what is called with it comes after the forward in every graph.
+def first_tensor(output: Any, *, with_gradient: bool = False) -> Tensor | None:
+    """Some tensor of a forward's output, so that what is called with it comes after the forward in every graph; the
+    first that a gradient comes to, where that is asked for and there is one.
 
     An output may hold itself: after MAX_PARTS parts nothing more is looked for.
     """
     waiting: list[Any] = [output]
+    found: Tensor | None = None
     for _ in range(MAX_PARTS):
         if not waiting:
-            return None
+            break
         part = waiting.pop()
         if isinstance(part, Tensor):
-            return part
+            found = part if found is None or part.requires_grad else found
+            if not with_gradient or found.requires_grad:
+                return found
+            continue
         if isinstance(part, Mapping):
             part = tuple(part.values())
         if isinstance(part, (tuple, list)):
             waiting.extend(reversed(part))
-    return None
+    return found

@@ -103,6 +103,8 @@ def select(
     if isinstance(names, str) or not all(isinstance(name, str) and name for name in names):
         raise TypeError(f"probes={wanted!r}: must be a list of names, such as ['norms', 'layers.*.mlp']")
     found: dict[int, Probe] = {}
+    modules = list(modules)
+    looked_at = {fqn for fqn, module in modules if id(module) in quantised}  # an adapter has the name of what it holds
     kinds = set(DEFAULT)
     unused = set(names) - kinds
     for fqn, module in modules:
@@ -113,7 +115,7 @@ def select(
         by_kind = (
             (NORMS in names and is_norm(module))
             or ((ATTENTION in names or ATTENTION_LOGITS in names) and is_attention(module))
-            or (HIGH_PRECISION in names and id(module) not in quantised and _keeps_precision(fqn, module))
+            or (HIGH_PRECISION in names and fqn not in looked_at and _keeps_precision(fqn, module))
         )
         if hits or by_kind:
             found.setdefault(id(module), Probe(fqn, module))

@@ -43,7 +43,7 @@ class StepState:
     on_unwatched: weakref.WeakMethod[Callable[[], None]] | None = (
         None  # hears that the model ran, and no watched module
     )
-    on_forward: Callable[[], None] | None = None  # ends the step before, where its optimizers ran in backward
+    on_forward: Callable[[], None] | None = None  # ends the step before, where its optimizers have stepped already
     on_backward: tuple[weakref.WeakMethod[Callable[[], None]], ...] = ()  # hear that a backward has begun
 
     # ---- what has happened: written by the custom ops ----------------------------------------------------------------
@@ -103,10 +103,16 @@ class StepState:
         num = self.held[row, what] = self.held.get((row, what), 0) + 1
         return num & (num - 1) == 0
 
+    def end_before(self) -> bool:
+        """End the step whose optimizers have stepped already; whether there was one."""
+        end, self.on_forward = self.on_forward, None
+        if end is not None:
+            self.guard.run("on_forward", end)
+        return end is not None
+
     def saw_forward(self) -> None:
         """A watched module is in its forward, and it counts."""
-        if self.on_forward is not None:
-            self.guard.run("on_forward", self.on_forward)
+        self.end_before()
         self.forward_seen = self.forward_since = True
 
     def is_noted(self, grad: bool) -> bool:
@@ -139,9 +145,9 @@ class StepState:
         if not grad or self.forward_seen:
             return
         if self.on_unwatched is not None and (look := self.on_unwatched()) is not None:
+            self.on_unwatched = None  # once
             self.guard.run("replaced", look)
-        if self.on_forward is not None:
-            self.guard.run("on_forward", self.on_forward)
+        self.end_before()
         self.root_seen = True
         self._count_pass()
 

@@ -3,7 +3,8 @@
 Shapes:     a weight of N elements -> 2·N FLOPs a token; of E experts of which k see a token, k/E of that
 Thread:     training, once
 
-Attention's products of activations have no weight, and are not in the estimate. Nor are embedding lookups, which are no
+Products with weights that are computed in a forward are added once one ran (`computed_weights`). Attention's products of
+activations have no weight, and are not in the estimate. Nor are embedding lookups, which are no
 GEMMs, and parameters that are no GEMM weights by their names: those are named apart, and counted where they would be much.
 """
 
@@ -19,15 +20,17 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from fp8watch.observer.probes import is_norm
+from fp8watch.selection.computed_weights import ComputedWeight, flops_besides
 from fp8watch.selection.own_parameters import LEARNED_ARRAYS, NO_GEMM, OwnModule
 from fp8watch.selection.tied_heads import TiedHead
+from fp8watch.selection.wrappers import shows_anothers_weight
 from fp8watch_agent.roles import EMBEDDING, OUTPUT_HEAD, ROUTER, pattern, role_of
 
 NAMED_ON_LINE = 4
 MAX_FACT_CHARS = 2000
 MUCH = 0.1
 """Of the GEMM FLOPs: a parameter that would be as many is not passed over for its name."""
-_LOOKED_UP = re.compile(rf"embed|(?:cls|class|mask|register|dist\w*)_tokens?$|{LEARNED_ARRAYS}$", re.IGNORECASE)
+_LOOKED_UP = re.compile(r"embed|(?:cls|class|mask|register|dist\w*)_tokens?$", re.IGNORECASE)
 _TOP_K = ("top_k", "topk", "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_router_topk")
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _NUMBERED_EXPERT = re.compile(r"(?:^|\.)(\w*experts)\.\d+(?:\.|$)")
@@ -56,6 +59,8 @@ class Coverage:
     shares: Mapping[str, float] = field(
         default_factory=dict
     )  # of each module that is observed, by the name of its sites
+    total: float = 0.0  # FLOPs a token
+    counted: Mapping[int, float] = field(default_factory=dict)  # FLOPs a token by id of the parameter
 
     def silent(self, names: Iterable[str]) -> float:
         """Share of the model's GEMM FLOPs that these observed modules are."""
@@ -68,6 +73,25 @@ class Coverage:
             return self if not arrays else replace(self, observed=None, shares={})
         shares = {name: share / rest for name, share in self.shares.items() if name not in arrays}
         return replace(self, observed=((self.observed or 0.0) - gone) / rest, shares=shares)
+
+    def besides(self, weights: Iterable[ComputedWeight], names: Mapping[int, str]) -> Coverage:
+        """The same with products besides, that are not observed: with weights that the model computes from parameters of these names."""
+        found = flops_besides(weights, self.counted)
+        total = self.total + sum(found.values())
+        if self.observed is None or not found:
+            return self
+        computed = [
+            _Weight(_shared(sorted(names[i] for i in weight.made_of)), f"computed weight [{weight.shape[0]}, {weight.shape[1]}]", flops)
+            for weight, flops in found.items()
+        ]  # fmt: skip
+        less = self.total / total
+        not_taken = [replace(n, share=n.share * less) for n in self.not_taken] + _grouped(computed, total)
+        return replace(
+            self, observed=self.observed * less, total=total,
+            not_taken=sorted(not_taken, key=lambda n: -n.share),
+            not_counted=[replace(n, share=n.share * less) for n in self.not_counted],
+            shares={name: share * less for name, share in self.shares.items()},
+        )  # fmt: skip
 
     def not_counted_names(self) -> list[str]:
         """Parameters that are no GEMM weights by their names, and what they are."""
@@ -96,6 +120,13 @@ class Coverage:
         if self.not_counted:
             facts["not_counted"] = _joined(self.not_counted_names())
         return facts
+
+
+def _shared(names: Sequence[str]) -> str:
+    """What a computed weight is called: the parameter that it is made of, or the module of several."""
+    parts = [name.split(".") for name in names]
+    same = next((n for n, of in enumerate(zip(*parts, strict=False)) if len(set(of)) > 1), min(map(len, parts)))
+    return ".".join(parts[0][:same]) or names[0]
 
 
 def _joined(items: Iterable[str]) -> str:
@@ -147,31 +178,37 @@ def coverage(
     names = {id(o.tensor(p)): p.fqn for o in own for p in o.parameters}
     observed: dict[str, float] = {}
     embeddings = [head.embedding.weight for head in heads]
-    left = sum(2.0 * math.prod(full.get(id(p)) or _shape(p)) for p in embeddings)
+    counted = {id(p): 2.0 * math.prod(full.get(id(p)) or _shape(p)) for p in embeddings}
+    left = sum(counted.values())
     others: list[_Weight] = []
     passed_over: list[_Weight] = []
     head = any(role_of(fqn) == OUTPUT_HEAD and m._parameters.get("weight") is not None for fqn, m in named)
     for fqn, module in named:
-        if id(module) in seen:
+        if id(module) in seen or shows_anothers_weight(module):
             continue
         if id(module) in whole:
             seen.update(id(m) for m in module.modules())
             scale, _ = _share_of_tokens(fqn, module, 2, modules)
             shapes = [full.get(id(p)) or _shape(p) for p in module.parameters()]
             size = sum(math.prod(shape) for shape in shapes if len(shape) >= 2)
+            counted |= {
+                id(p): 2.0 * scale * math.prod(shape) for p, shape in zip(module.parameters(), shapes, strict=True)
+            }
             if not size and isinstance(module, nn.Linear):  # FSDP1 without the parameters of the model: it has none
                 size = module.in_features * module.out_features
             observed[fqn] = 2.0 * scale * size
         elif isinstance(module, nn.Linear) and id(module._parameters.get("weight")) not in names:
             seen.update(id(m) for m in module.modules())
             scale, _ = _share_of_tokens(fqn, module, 2, modules)
-            left += 2.0 * scale * module.in_features * module.out_features
+            left += (flops := 2.0 * scale * module.in_features * module.out_features)
+            counted |= {id(p): flops for p in module.parameters() if len(_shape(p)) >= 2}
         elif is_norm(module):  # what is inside counts: PreNorm has the layer behind it, AdaLN a Linear
             seen.add(id(module))
         elif isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or (head and _looks_up(fqn, module)):
             seen.update(id(m) for m in module.modules())
         else:
             for parameter, weight in _weights_of(fqn, module, modules, seen, full):
+                counted[parameter] = 0.0 if weight.by_name else weight.flops
                 if parameter in names:
                     observed[names[parameter]] = weight.flops
                 elif weight.by_name:
@@ -186,7 +223,7 @@ def coverage(
         return Coverage()
     shares = {name: flops / total for name, flops in observed.items()}
     rest = _grouped([w for w in passed_over if w not in much], total)
-    return Coverage(sum(observed.values()) / total, _grouped(others, total), rest, shares)
+    return Coverage(sum(observed.values()) / total, _grouped(others, total), rest, shares, total, counted)
 
 
 def _looks_up(fqn: str, module: nn.Module) -> bool:
@@ -207,7 +244,7 @@ def _weights_of(
         shape = full.get(id(p)) or _shape(p)
         if id(p) in seen or not p.is_floating_point() or sum(n > 1 for n in shape) < 2:
             continue
-        by_name = name != "weight" and NO_GEMM.search(name) is not None
+        by_name = name != "weight" and any(names.search(name) for names in (NO_GEMM, LEARNED_ARRAYS))
         seen.add(id(p))
         kind, dims = type(module).__name__, f"[{', '.join(map(str, shape))}]"
         scale, at_most = _share_of_tokens(fqn, module, len(shape), modules, shape[0])

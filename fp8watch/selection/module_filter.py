@@ -13,10 +13,11 @@ from typing import Any
 
 from torch import nn
 
+from fp8watch.layers.class_swap import can_swap
 from fp8watch.layers.fp8_linear import SITE_KEY, WatchedLinear
 from fp8watch.layers.wrapped_forward import replaces_forward
 from fp8watch.selection.module_roles import roles
-from fp8watch.selection.wrappers import named_modules
+from fp8watch.selection.wrappers import named_modules, shows_anothers_weight
 from fp8watch_agent.roles import pattern
 
 FilterFn = Callable[[nn.Module, str], "bool | None"]
@@ -68,7 +69,7 @@ def select_linears(
     for fqn, module in named:
         if type(module).__module__.startswith("transformer_engine"):
             continue  # observed unchanged, or reported, by attach
-        if not isinstance(module, nn.Linear):
+        if not isinstance(module, nn.Linear) or shows_anothers_weight(module):
             continue
         reason: str | None = None
         wanted: bool | None = None
@@ -96,6 +97,8 @@ def select_linears(
             reason = "filter_fn"
         if reason is None and id(module) not in in_fp8 and min(module.in_features, module.out_features) < NARROWEST:
             reason = f"{module.in_features}×{module.out_features}: narrower than {NARROWEST}"
+        if reason is None and not can_swap(module, WatchedLinear):
+            reason = f"the class of a {type(module).__name__} cannot be swapped"
         if reason is None:
             taken.append((fqn, module))
         else:

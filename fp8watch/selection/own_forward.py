@@ -60,7 +60,11 @@ def computes_in_fp8(module: nn.Module) -> bool:
 def foreign_linears(model: nn.Module) -> dict[int, Foreign]:
     """Linears of a model that compute in FP8 by a forward of their own, by the id of the module."""
     linears = [m for m in model.modules() if isinstance(m, nn.Linear) and computes_in_fp8(m)]
-    uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+    if not linears:
+        return {}
+    # not by named_parameters, which models of others give arguments of their own (torchrl's losses)
+    each = (m for _, m in model.named_modules(remove_duplicate=False))
+    uses = Counter(id(p) for m in each for p in m._parameters.values())
     return {id(m): foreign_of(m, tied=uses[id(m.weight)] > 1) for m in linears}
 
 

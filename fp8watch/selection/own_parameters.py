@@ -31,12 +31,12 @@ from fp8watch_agent.roles import role_of
 OWN_FORWARD = "own forward"
 """How the reason begins with which a subclass of Linear is left out of the FP8 path."""
 
-LEARNED_ARRAYS = r"(?:^|[_.])(?:latents|queries|registers|mems?|memories|mem_[kv])"
-"""Names that learned arrays end with which enter as activations do: Perceiver's latents, queries of a decoder, memory tokens."""
+LEARNED_ARRAYS = re.compile(r"(?:^|\.)(?:latents|queries|registers|mems?|memories|mem_[kv])$", re.IGNORECASE)
+"""Names of learned arrays that enter as activations do: Perceiver's latents, queries of a decoder, memory tokens. They are observed, for
+a product may read them; the name speaks where what is computed from them says nothing, and where they would not be much."""
 NO_GEMM = re.compile(
-    r"embed|bias|norm|_log$|(?:^|[_.])(?:pos|positions?|positional|tokens?|scales?|scaling)(?:$|[_.\d])"
-    rf"|{LEARNED_ARRAYS}$", re.IGNORECASE,
-)  # fmt: skip
+    r"embed|bias|norm|_log$|(?:^|[_.])(?:pos|positions?|positional|tokens?|scales?|scaling)(?:$|[_.\d])", re.IGNORECASE
+)
 """Names of parameters that are looked up, added or multiplied element by element. Names only: `flop_coverage` says which
 were passed over, because a product may read them all the same."""
 

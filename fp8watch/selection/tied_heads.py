@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dis
 import inspect
+import re
 from collections import Counter
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
@@ -26,8 +27,11 @@ from fp8watch.layers.own_class import refuses, watched_class
 from fp8watch.selection.own_forward import own_class
 
 TIED_HEAD = "tied_head"
+READ_BY = "read by the forward of"
 """Last part of the name of such a head, behind that of the embedding."""
 
+_ADDED = re.compile(r"posi|quer(?:y|ies)|prompt|latent", re.IGNORECASE)
+"""Names of tables whose weight is read to be added, or to enter as activations: positions, and queries of DETR and Mask2Former."""
 _PRODUCTS = frozenset({"linear", "matmul", "mm", "addmm", "bmm", "einsum", "tensordot", "inner"})
 _WEIGHT, _FACTS = "weight", frozenset({"dtype", "device", "shape", "ndim", "requires_grad", "size", "dim"})
 _ASKS = "get_input_embeddings"
@@ -63,13 +67,16 @@ def find_tied_heads(named: Sequence[tuple[str, nn.Module]], taken: Container[int
         if not isinstance(module, nn.Embedding) and any(isinstance(m, nn.Embedding) for m in module.modules())
     ]
     found: dict[int, TiedHead] = {}
+    vocabulary = max((m.num_embeddings for _, m in named if isinstance(m, nn.Embedding)), default=0)
     for fqn, embedding in named:
         weight = embedding._parameters.get("weight") if isinstance(embedding, nn.Embedding) else None
         if weight is None or id(weight) in found or read_as_linear[id(weight)] or id(embedding) in taken:
             continue
         assert isinstance(embedding, nn.Embedding)
         head = next(_readers(fqn, embedding, outer, taken), None)
-        if head is not None:
+        # positions and prompts are read as well, to be added: heads are over what has most entries
+        is_array = embedding.num_embeddings < vocabulary or _ADDED.search(fqn.rpartition(".")[2])
+        if head is not None and not (is_array and (head.reason or "").startswith(READ_BY)):
             found[id(weight)] = head
     return list(found.values())
 
@@ -96,7 +103,7 @@ def _readers(
         made = TiedHead(f"{fqn}.{TIED_HEAD}".lstrip("."), f"{path}.weight", module, embedding)
         if not multiplies:
             reader = type(module).__name__
-            only_read.append(_because(made, f"read by the forward of {reader}: a product with it is not counted"))
+            only_read.append(_because(made, f"{READ_BY} {reader}: a product with it is not counted"))
             continue
         reason = _refused(module, embedding.weight, taken)
         yield made if reason is None else _because(made, reason)

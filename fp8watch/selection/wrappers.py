@@ -2,7 +2,7 @@
 
 Wrappers are recognised by class names, so that no library of theirs is imported. One is left out of a name only where it
 hands the call on to what it holds: torch.compile, checkpointing, data parallelism, the engines of DeepSpeed and Megatron,
-PEFT around the model and around each layer, and a LightningModule whose only trained child is the model.
+what Lightning's Fabric sets up, PEFT around the model and around each layer, and a LightningModule whose only trained child is the model.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ _HOLDS = {
     ("megatron", "DistributedDataParallel"): "module",
     ("megatron", "FullyShardedDataParallel"): "module",
     ("megatron", "Float16Module"): "module",
+    ("lightning", "_FabricModule"): "_forward_module",
+    ("lightning_fabric", "_FabricModule"): "_forward_module",
     ("peft", "PeftModel"): "base_model",
     ("peft", "BaseTuner"): "model",
     ("peft", "BaseTunerLayer"): "base_layer",
@@ -39,6 +41,14 @@ def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             plain[fqn] = plain[parent] if wrapped else f"{plain[parent]}.{name}".lstrip(".")
             held[fqn] = _held(module)
         yield plain[fqn], module
+
+
+def shows_anothers_weight(module: nn.Module) -> bool:
+    """Whether it is a Linear by its class alone: it has no weight, and shows that of a Linear that it holds, as some adapters do."""
+    if not isinstance(module, nn.Linear) or "weight" in module._parameters:
+        return False
+    shown = getattr(module, "weight", None)
+    return any(isinstance(child, nn.Linear) and child._parameters.get("weight") is shown for child in module.children())
 
 
 def is_lightning_module(module: nn.Module) -> bool:

@@ -38,6 +38,7 @@ from fp8watch.session import rerun_cell as run_again
 from fp8watch.session.arguments import check_arguments, check_tags, check_url
 from fp8watch.session.attach_line import attach_line, run_url, untested_versions
 from fp8watch.session.attachment import Attachment, Cadence, Removable, Session
+from fp8watch.session.computed_products import ComputedProducts
 from fp8watch.session.gemm_choice import choose_gemm, experts_refused, scaled_formats
 from fp8watch.session.identity import Identity, identify
 from fp8watch.session.plan_rows import Watched, look_at_own, make_plan, place_probes
@@ -45,7 +46,7 @@ from fp8watch.session.sampling_schedule import HASH_EVERY_STEPS, Schedule, Windo
 from fp8watch.session.site_placement import observe_te, put_on_sites, told_of, turns_of, with_declared
 from fp8watch.session.sites import unobserved_rows
 from fp8watch.session.start import start_recorder
-from fp8watch.session.step_optimizer import torch_optimizers
+from fp8watch.session.torch_optimizers import torch_optimizers
 from fp8watch.session.watch import Watch
 from fp8watch_agent.guard import Guard
 from fp8watch_agent.roles import TIED
@@ -219,6 +220,7 @@ def attach(
     num_foreign = put_on_sites(plan, linears, in_fp8, formats)
     own_gemms = look_at_own(plan, watched, table) if plan.slab is not None or watched.computing else {}
     plan.step.warming = start_step < chosen.warmup_steps
+    plan.as_they_are = chosen.observe_only or (observer is None and all(s.as_it_is or s.probed for s in table))
     plan.canary.cover(turns_of(plan, len(linears), observer, [*own_gemms.values()]), len(plan.sites.rows))
     told_foreign = None if foreign is None else left_as_it_is(foreign, len(linears) - num_foreign, *told_of(plan))
     line = (
@@ -244,7 +246,10 @@ def attach(
         ForwardEnd(custom_ops.site_tensor(plan, 0)) if chosen.history is not None and (linears or own_gemms) else None
     )
     handles: list[Removable] = [model.register_forward_hook(hook)] if hook is not None else []
+    computed = None
     if plan.slab is not None:
+        computed = ComputedProducts(model, plan, table)
+        handles.append(computed.hook)
         if is_lightning_module(model):
             handles.append(LossOfTrainingStep(model, plan.step, custom_ops.site_tensor(plan, 0), guard))
         handles += guard.call(
@@ -255,7 +260,9 @@ def attach(
             [],
         )
     url = None if recorder is None else run_url(settings, identity)
-    attachment = Attachment(model, plan, table, recorder, handles, observer, own_gemms, watched.own, heads, covered)
+    attachment = Attachment(
+        model, plan, table, recorder, handles, observer, own_gemms, watched.own, heads, covered, computed
+    )
     try:
         return Watch(attachment, Session(chosen, identity, session, guard, say, url, settings.collector), cadence)
     except BaseException:

@@ -78,7 +78,7 @@ def attach_line(
     if left_out:
         layers = in_layers(left_out)
         more = f" and {len(layers) - 6} more" if len(layers) > 6 else ""
-        parts.append("left out: " + ", ".join(f"{m.fqn} ({m.reason})" for m in layers[:6]) + more)
+        parts.append("left out: " + ", ".join(f"{m.fqn or 'the model'} ({m.reason})" for m in layers[:6]) + more)
     if settings.disabled == "stats":
         parts.append("statistics switched off by FP8WATCH_DISABLED=stats")
     elif recorder is not None:

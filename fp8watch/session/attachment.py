@@ -15,12 +15,13 @@ from torch import nn
 from fp8watch.integrations.transformer_engine import TeObserver
 from fp8watch.layers import custom_ops
 from fp8watch.layers.fp8_linear import release
-from fp8watch.layers.own_gemms import OwnGemms
+from fp8watch.layers.own_turns import OwnGemms
 from fp8watch.observer.observation_plan import ObservationPlan
 from fp8watch.recipe import Recipe
 from fp8watch.selection.flop_coverage import Coverage
 from fp8watch.selection.own_parameters import OwnModule
 from fp8watch.selection.tied_heads import TiedHead
+from fp8watch.session.computed_products import ComputedProducts
 from fp8watch.session.identity import Identity
 from fp8watch.session.sampling_schedule import Schedule
 from fp8watch.session.sites import SlabSite
@@ -50,6 +51,11 @@ class Attachment:
     own_modules: Sequence[OwnModule] = ()
     heads: Sequence[TiedHead] = ()
     coverage: Coverage = field(default_factory=Coverage)
+    computed: ComputedProducts | None = None
+
+    def cover(self, covered: Coverage) -> None:
+        """What is observed of the model as its modules are now."""
+        self.coverage = covered if self.computed is None else self.computed.besides(covered)
 
     def undo(self) -> None:
         """Take everything off again where nobody got a handle to detach."""

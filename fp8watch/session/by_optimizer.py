@@ -10,6 +10,7 @@ the entry with it.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
@@ -19,10 +20,15 @@ T = TypeVar("T")
 
 
 class ByOptimizer(dict[int, T]):
-    """Entries by the ids of optimizers, which they do not keep alive. `put` makes them; one that is there may be replaced."""
+    """Entries by the ids of optimizers, which they do not keep alive. `put` makes them; one that is there may be replaced.
 
-    def __init__(self) -> None:
+    Args:
+        on_gone: is given the entry of an optimizer that was collected, in whatever thread that happens.
+    """
+
+    def __init__(self, on_gone: Callable[[T], None] | None = None) -> None:
         super().__init__()
+        self._on_gone = on_gone
         self._alive: dict[int, weakref.ref[torch.optim.Optimizer]] = {}
 
     def put(self, optimizer: torch.optim.Optimizer, entry: T) -> None:
@@ -35,5 +41,11 @@ class ByOptimizer(dict[int, T]):
 
 def _gone(known: weakref.ref[ByOptimizer[Any]], number: int, _reference: Any) -> None:
     if (entries := known()) is not None:
-        entries.pop(number, None)
         entries._alive.pop(number, None)
+        if number in entries:
+            entry = entries.pop(number)
+            if entries._on_gone is not None:
+                try:  # noqa: SIM105 - where the interpreter shuts down, what it calls is gone, and contextlib as well
+                    entries._on_gone(entry)
+                except TypeError:
+                    pass

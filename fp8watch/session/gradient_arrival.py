@@ -31,7 +31,7 @@ from torch.utils.hooks import RemovableHandle
 from fp8watch.session.by_optimizer import ByOptimizer
 from fp8watch.session.gradient_sample import sample
 from fp8watch.session.gradient_shards import ShardLook, Shards, all_shards
-from fp8watch.session.gradient_sketch import STEPS_APART, only_finite, sketches
+from fp8watch.session.gradient_sketch import STEPS_APART, compressed_by, only_finite, sketches
 from fp8watch.session.tensor_places import parameter_names
 from fp8watch_agent.guard import Guard
 from fp8watch_agent.update_names import (
@@ -89,6 +89,7 @@ class _Known:
     rest: int = 0  # steps until the next turn
     stepped_s: float = 0.0  # when its optimizer did
     shared_by: int = 0  # processes; 0: gradients are this one's own
+    compressed_by: str = ""  # a communication hook after which nothing can be told from outside
     sharded: bool = False  # its parameters are parts of tensors, and none of them is followed
 
 
@@ -102,7 +103,7 @@ class GradientArrival:
 
     def __init__(self, model: nn.Module, guard: Guard) -> None:
         self._model, self._guard = model, guard
-        self._known = ByOptimizer[_Known]()
+        self._known = ByOptimizer[_Known](_forget)
         self._right: set[str] = set()  # that arrived as they were given, once
         self._other: set[str] = set()
         self._met = False  # a gradient was looked at
@@ -113,8 +114,10 @@ class GradientArrival:
         """Why no gradient was held against what backward gave so far; empty where one was."""
         if self._met:
             return ""
+        if name := next((known.compressed_by for known in self._known.values() if known.compressed_by), ""):
+            return f"{name} compresses them on their way: what arrives is not the sum of what processes gave"
         if any(known.sharded for known in self._known.values()):
-            return "parameters are sharded over processes (DTensor), and not as FSDP2 does it over all of them"
+            return "parameters are sharded over processes (DTensor), and not along their rows as FSDP2 does it"
         if not any(known.parameters for known in self._known.values()):
             return "no step of a torch optimizer over the model's own parameters was looked at"
         return "what backward fills, `.grad` of the parameters, is not what an optimizer steps with, or cannot be read"
@@ -149,11 +152,12 @@ class GradientArrival:
                 (names[id(p)], shards.get(id(p), p)) for p in held if type(p) is nn.Parameter or id(p) in shards
             ]
             known = _Known(_scattered(some), first, sharded=bool(held) and not some)
+            known.compressed_by = compressed_by(self._model)
             self._known.put(optimizer, known)
         known.shared_by = _shared_by()
         now, last = perf_counter(), known.stepped_s
         known.stepped_s = now
-        if known.rest > 0:
+        if known.rest > 0 or known.compressed_by:
             known.rest -= 1
             return
         some, first = known.parameters, known.next
@@ -264,6 +268,11 @@ def _let_go(looks: list[_Look | ShardLook]) -> None:
             look.handle = None
 
 
+def _forget(known: _Known) -> None:
+    _let_go(known.turn)
+    known.turn.clear()
+
+
 def _see(guard: Guard, look: _Look, given: Tensor) -> None:
     """Autograd is about to add to `.grad`. A second time in a step: another micro-batch, or a backward that went elsewhere."""
     look.expected, look.there, before = None, None, look.parameter.grad
@@ -283,13 +292,13 @@ def _see(guard: Guard, look: _Look, given: Tensor) -> None:
 
 
 def _apart(got: Tensor, expected: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """How far a gradient is from a multiple of what it was to be, as a share of its norm; which share of its elements is 0 though
+    """How far a gradient is from a positive multiple of what it was to be, as a share of its norm; which share of its elements is 0 though
     it was given as something else, if these are the smallest of them; and whether the difference is distributed as normal noise is. The
     first is 0 where it is rounding or values were clipped, −1 where nothing can be said. [] each"""
     both = got.isfinite().all() & expected.isfinite().all()
     of_got, of_expected = got.double(), expected.double()
     energy, size = of_expected.square().sum(), of_got.norm()
-    wrong = of_got - (of_got * of_expected).sum() / energy * of_expected
+    wrong = of_got - (of_got * of_expected).sum().clamp_min(0.0) / energy * of_expected
     apart = torch.where(size > 0, wrong.norm() / size, torch.where(energy > 0, 1.0, -1.0))
     apart = torch.where((size > 0) & (energy == 0), 1.0, apart)
     given, sizes = expected != 0, expected.abs()
@@ -310,7 +319,7 @@ def _is_pruned(got: Tensor, expected: Tensor, weight: Tensor, dtype: torch.dtype
     """Whether all that differs is 0 where the weight is 0 too, and no other weight is: a mask of pruned elements. [] bool"""
     gone = (got == 0) & (expected != 0)
     of_got, kept = got.double(), expected.double() * ~gone
-    factor = (of_got * kept).sum() / kept.square().sum()  # NaN of nothing
+    factor = (of_got * kept).sum() / kept.square().sum().clamp_min(torch.finfo(torch.float64).tiny)  # 0 of nothing
     limit = max(LEAST_APART, ROUNDINGS * torch.finfo(dtype).eps)
     alike = (of_got - factor * kept).norm() <= limit * of_got.norm()
     pruned: Tensor = gone.any() & (((weight == 0) == gone) | (expected == 0)).all() & alike

@@ -40,7 +40,7 @@ class GradientNorm:
         self._num_clipped = 0  # steps in a row
         self.to_measure = 0  # steps
 
-    def see(self, parameters: list[Tensor], norm: Tensor, max_norm: float) -> None:
+    def see(self, parameters: list[Tensor], norm: Tensor, max_norm: float = math.inf) -> None:
         """Keep a norm of order 2, as it is: it is read when the step closes."""
         if not parameters or type(norm) not in (Tensor, nn.Parameter) or norm.dim() or torch.compiler.is_compiling():
             return

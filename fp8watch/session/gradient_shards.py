@@ -22,10 +22,12 @@ from torch.utils.hooks import RemovableHandle
 from fp8watch.session.gradient_sample import sample
 from fp8watch.session.gradient_sketch import sketches
 from fp8watch_agent.guard import Guard
+from fp8watch_agent.update_names import GROUP
 
 
 class Shards:
     """How FSDP2 lays one parameter over processes: along its rows, once, or once in each of several groups that are copies (HSDP).
+    Beside tensor parallelism it does so with this rank's part of it, among the processes that hold the same part.
 
     Args:
         of_fsdp: its own entry of the parameter.
@@ -33,17 +35,19 @@ class Shards:
     """
 
     def __init__(self, of_fsdp: Any, parameter: Any) -> None:
-        mesh, placements = parameter.device_mesh, parameter.placements
-        axis = next(i for i, p in enumerate(placements) if p.is_shard())
+        info, rows = of_fsdp.mesh_info, of_fsdp._orig_size[0]
         self._of_fsdp, self.parameter = of_fsdp, parameter
-        self.processes: int = mesh.size()
-        self._mine: int = mesh.get_local_rank(axis)
-        self._rows = -(-parameter.shape[0] // mesh.size(axis))  # the last may have fewer, or none
-        self.num = -(-parameter.shape[0] // self._rows)  # that have rows
+        self._placed = _placed(of_fsdp)
+        self.processes: int = info.mesh.size()
+        self.group = int(info.mesh.mesh.min()) if self.processes < torch.distributed.get_world_size() else None
+        """The first of these processes; None where they are all of the run."""
+        self._mine: int = info.shard_mesh_rank
+        self._rows = -(-rows // info.shard_mesh_size)  # the last may have fewer, or none
+        self.num = -(-rows // self._rows)  # that have rows
 
     @property
     def whole(self) -> Any:
-        """The plain parameter that autograd gives gradients; None where there is none yet."""
+        """The parameter that autograd gives gradients, plain or in the parts of tensor parallelism; None where there is none yet."""
         return getattr(self._of_fsdp, "_unsharded_param", None)
 
     @property
@@ -51,6 +55,12 @@ class Shards:
         """Whether no earlier backward has left a gradient to add to."""
         kept = (self.parameter, "grad"), (self.whole, "grad"), (self._of_fsdp, "unsharded_accumulated_grad")
         return all(getattr(where, name, None) is None for where, name in kept)
+
+    def here(self, gradient: Tensor) -> Tensor | None:
+        """What this rank gave of its part; None where ranks of tensor parallelism have yet to add theirs."""
+        placements = getattr(gradient, "placements", None)
+        local = getattr(gradient, "_local_tensor", gradient) if placements == self._placed else None
+        return local if type(local) is Tensor else None
 
     def rows_of(self, gradient: Tensor, shard: int) -> Tensor:
         """[M, ...] -> [rows, ...], those of one shard."""
@@ -72,23 +82,33 @@ def all_shards(model: nn.Module, held: Iterable[Any]) -> dict[int, Shards]:
         groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
         for of_fsdp in (one for group in groups for one in getattr(group, "fsdp_params", ())):
             parameter = getattr(of_fsdp, "sharded_param", None)
-            if id(parameter) in asked and _is_known(parameter):
+            if id(parameter) in asked and _is_known(of_fsdp):
                 found[id(parameter)] = Shards(of_fsdp, parameter)
     return found
 
 
-def _is_known(parameter: Any) -> bool:
-    """Along its rows over all processes, and whole but for that. Tensor parallelism, and pipelines beside it, are not."""
-    shards = [p for p in parameter.placements if p.is_shard()]
-    others = [p for p in parameter.placements if not (p.is_shard() or p.is_replicate())]
+def _placed(of_fsdp: Any) -> Any:
+    """Where tensor parallelism has the parts of a parameter: placements; None where it does not concern it."""
+    if not getattr(of_fsdp, "is_dtensor", False):
+        return None
+    spec = getattr(of_fsdp, "_unsharded_dtensor_spec", None) or getattr(of_fsdp, "_tp_spec", None)
+    return getattr(spec, "placements", ())
+
+
+def _is_known(of_fsdp: Any) -> bool:
+    """Along its rows over several processes. Layouts over one mesh of all kinds of parallelism are not known."""
+    info: Any = getattr(of_fsdp, "mesh_info", None)
+    size: Any = getattr(of_fsdp, "_orig_size", ())
     return (
-        len(shards) == 1
-        and not others
-        and type(shards[0]).__name__ == "Shard"  # there is a strided one
-        and shards[0].dim == 0
-        and parameter.shape[0] > 0
-        and parameter.device_mesh.size() == torch.distributed.get_world_size()
-        and parameter.device_mesh.size() > 1  # alone, nobody holds it against anything
+        hasattr(info, "shard_mesh_rank")
+        and not getattr(info, "is_spmd_mesh", False)
+        and getattr(getattr(of_fsdp, "fsdp_placement", None), "dim", None) == 0
+        and len(size) > 0
+        and size[0] > 0
+        and getattr(info, "mesh", None) is not None
+        and info.mesh.size() > 1  # alone, nobody holds it against anything
+        and _placed(of_fsdp) != ()
+        and not any(place.is_partial() for place in _placed(of_fsdp) or ())
     )
 
 
@@ -112,7 +132,7 @@ class ShardLook:
     def begin(self) -> None:
         """A backward of the model has begun."""
         whole = self._shards.whole
-        if self._handle is None and type(whole) is nn.Parameter and whole.requires_grad:
+        if self._handle is None and isinstance(whole, nn.Parameter) and whole.requires_grad:
             self._handle = whole.register_hook(self._see)  # type: ignore[no-untyped-call]
 
     def let_go(self) -> None:
@@ -132,13 +152,15 @@ class ShardLook:
             got = sample(getattr(gradient, "_local_tensor", gradient), self._turn)
             if got is None or got.shape != self._given.shape:
                 return {}
-        return sketches(self._name, self._given, got, self._shards.processes)
+        group = "" if self._shards.group is None else f"{GROUP}{self._shards.group}"
+        return sketches(f"{self._name}{group}", self._given, got, self._shards.processes)
 
     @torch.no_grad()
     def _see(self, given: Tensor) -> None:
         """Autograd is about to add a gradient, of another micro-batch where it is not the first."""
         try:
-            now = sample(self._shards.rows_of(given, self._shard), self._turn) if type(given) is Tensor else None
+            mine = self._shards.here(given)
+            now = None if mine is None else sample(self._shards.rows_of(mine, self._shard), self._turn)
             if now is None:
                 self._readable = False
             elif self._given is None or self._shards.is_cleared:  # where an update was left out, it begins anew

@@ -16,7 +16,7 @@ import math
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fp8watch_agent.update_names import GRADIENT_GIVEN, GRADIENT_GOT, GRADIENT_OF, SKETCH_NUMBERS, SKETCHES
 
@@ -24,6 +24,11 @@ SEED = 0x6BAD
 """Of the signs, which all processes must have alike."""
 STEPS_APART = 4
 """From one turn to the next, in all processes alike: no clock decides here."""
+
+COMPRESS = ("powerSGD_hook", "batched_powerSGD_hook")
+"""Of `torch.distributed.algorithms.ddp_comm_hooks`: of low rank after a warm-up of steps that are summed (1,000 by default)."""
+COMPRESS_STATE = "PowerSGDState"
+"""What they work with, whatever wraps them."""
 
 
 @functools.lru_cache(maxsize=8)
@@ -68,3 +73,17 @@ def only_finite(numbers: dict[str, float]) -> None:
     if not all(math.isfinite(numbers[n]) for n in mine):
         for name in mine:
             del numbers[name]
+
+
+def compressed_by(model: nn.Module) -> str:
+    """Name of the communication hook after which what arrives is no sum of what was given, from the step on in which it begins to
+    compress; empty where there is none. DDP keeps what was registered with it; what wraps a model after attach is not seen."""
+    for module in model.modules():
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            hooks: Any = getattr(module, "_comm_hooks", None) or []
+            for hook, state in hooks:
+                if (name := str(getattr(hook, "__name__", ""))) in COMPRESS:
+                    return name
+                if any(kind.__name__ == COMPRESS_STATE for kind in type(state).__mro__):
+                    return "PowerSGD"
+    return ""

@@ -68,7 +68,7 @@ class GradientsLeft:
 
     def __init__(self, model: nn.Module, guard: Guard) -> None:
         self._model, self._guard, self._ids = model, guard, frozenset[int]()
-        self._left = ByOptimizer[list[_Left]]()
+        self._left = ByOptimizer[list[_Left]](_forget)
         self._turn = 0
 
     def stop(self) -> None:
@@ -204,6 +204,8 @@ def _adds(guard: Guard, one: _Left, _: Tensor) -> None:
     try:
         if one.stays is not False:
             _look(one)
+        if one.stays is False:  # autograd holds the hooks that it runs
+            _let_go((one,))
     except Exception as error:  # noqa: BLE001 - training goes on, and the guard counts
         guard.swallow("updates", error)
 
@@ -213,6 +215,11 @@ def _let_go(left: Sequence[_Left]) -> None:
         if one.handle is not None:
             one.handle.remove()
             one.handle = None
+
+
+def _forget(left: list[_Left]) -> None:
+    _let_go(left)
+    left.clear()
 
 
 def _is_held(optimizer: Optimizer, p: Tensor) -> bool:

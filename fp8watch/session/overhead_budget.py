@@ -202,7 +202,7 @@ class Overhead:
             often = f"once in {max(self.every, self.light_every)} steps, and it is looked at once in {self.light_every}"
         elif self.every > 1:
             often = f"once in {self.every} steps, and what breaks is seen in each"
-        text = f"observing adds {_ms(ratio * step_s)} to a step of {_ms(step_s)} ({ratio:.1%}); full statistics of a site come {often}"
+        text = f"observing adds at least {_ms(ratio * step_s)} to a step of {_ms(step_s)} ({ratio:.1%}); full statistics of a site come {often}"
         if ratio > NOTABLE * budget:
             text += f"; sites=, windows= or a larger every= bring it nearer to overhead_budget={budget:g}"
         self._say(text)

@@ -20,7 +20,7 @@ from fp8watch.layers.attention_calls import look_at_attention
 from fp8watch.layers.custom_ops import site_tensor
 from fp8watch.layers.module_hooks import GivenHook, ProbeHook
 from fp8watch.layers.own_class import look_at
-from fp8watch.layers.own_gemms import HeadSite, OwnGemms
+from fp8watch.layers.own_turns import HeadSite, OwnGemms
 from fp8watch.observer.expert_rows import ExpertRows
 from fp8watch.observer.observation_plan import ObservationPlan
 from fp8watch.observer.probes import Probe, is_attention, shows_logits
@@ -29,7 +29,7 @@ from fp8watch.observer.step_state import StepState
 from fp8watch.quantize.per_tensor import DelayedScale
 from fp8watch.quantize.site_quantizer import DelayedQuantizer, SiteQuantizer, places, site_quantizer
 from fp8watch.recipe import Recipe
-from fp8watch.selection.own_parameters import OwnModule
+from fp8watch.selection.own_parameters import LEARNED_ARRAYS, OwnModule
 from fp8watch.selection.tied_heads import TiedHead
 from fp8watch.session.sites import INPUT, OUTPUT, SlabSite
 from fp8watch.sketch.slab import Slab
@@ -192,8 +192,8 @@ def place_probes(
 
 
 def own_words(watched: Watched) -> list[str]:
-    """What the line of attach says of parameters that their modules multiply with."""
-    parameters = [p for module in watched.own for p in module.parameters]
+    """What the line of attach says of parameters that their modules multiply with; of those that are arrays by their name, nothing."""
+    parameters = [p for module in watched.own for p in module.parameters if not LEARNED_ARRAYS.search(p.fqn)]
     computing = sum(p.fqn in watched.computing for p in parameters)
     said: list[str] = []
     if computing:

@@ -10,6 +10,7 @@ place goes on its site where it is a Linear that computes in FP8 by a forward of
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -25,6 +26,8 @@ from fp8watch.session.site_placement import put_on_site, turns_of
 FIRST_CHECKS = 2
 CHECK_EVERY = 64
 """Steps: it is looked after each of the first ones, and then after so many."""
+MEASURED = ("gemm_flops_observed", "not_counted")
+"""Facts that `SiteRegistration` says of what is covered now, for only running shows what is silent of it."""
 
 
 @dataclass
@@ -34,7 +37,11 @@ class ReplacedModules:
     attachment: Attachment
     session: Session
     _told: set[int] = field(default_factory=set)  # first rows that were said to be gone
-    _names: set[str] | None = None  # of the Linears that were met
+    _names: set[str] = field(default_factory=set)  # of the Linears that were met
+
+    def __post_init__(self) -> None:
+        if self.attachment.plan is not None:  # what is there at attach; adapters may be put on before the first step
+            self._names = _unwatched(named_modules(self.attachment.model))
 
     def look(self) -> None:
         """Look at what is in the model now; say what is not what it was, once."""
@@ -71,12 +78,10 @@ class ReplacedModules:
 
     def _added(self, named: list[tuple[str, nn.Module]], gone: set[str]) -> list[str]:
         """Names under which there was no Linear before; what took the place of one, and is said to, is none."""
-        linears = {fqn for fqn, m in named if isinstance(m, nn.Linear) and SITE_KEY not in m.__dict__}
-        before, self._names = self._names, linears | (self._names or set())
-        if before is None:
-            return []
-        inside = tuple(f"{fqn}." for fqn in gone)
-        return [fqn for fqn, _ in named if fqn in linears - before - gone and not fqn.startswith(inside)]
+        linears = _unwatched(named)
+        new, inside = linears - self._names - gone, tuple(f"{fqn}." for fqn in gone)
+        self._names |= linears
+        return [fqn for fqn, _ in named if fqn in new and not fqn.startswith(inside)]
 
     def _tell(
         self, named: list[tuple[str, nn.Module]], again: Counter[str], left: list[LeftOut], added: list[str]
@@ -102,8 +107,9 @@ class ReplacedModules:
         seen = [m for _, m in named if SITE_KEY in m.__dict__ and GEMMS_KEY not in m.__dict__]
         te = self.attachment.te
         seen += [m.module for m in te.modules] if te is not None else []
-        self.attachment.coverage = coverage(named, seen, self.attachment.own_modules, self.attachment.heads)
-        facts = self.attachment.coverage.facts()
+        self.attachment.cover(coverage(named, seen, self.attachment.own_modules, self.attachment.heads))
+        covered = self.attachment.coverage.facts()
+        facts = {name: value for name, value in covered.items() if name not in MEASURED}
         facts["replaced"] = "; ".join(
             [
                 *(f"{num} by {kind}, observed" for kind, num in again.items()),
@@ -112,6 +118,10 @@ class ReplacedModules:
             ]
         )[:2000]
         recorder.update_facts(facts)
+
+
+def _unwatched(named: Iterable[tuple[str, nn.Module]]) -> set[str]:
+    return {fqn for fqn, m in named if isinstance(m, nn.Linear) and SITE_KEY not in m.__dict__}
 
 
 def _kind(module: nn.Module | None) -> str:

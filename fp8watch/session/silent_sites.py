@@ -15,11 +15,13 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from torch import Tensor
 
 from fp8watch.layers.fp8_linear import SITE_KEY
-from fp8watch.selection.flop_coverage import percent
+from fp8watch.selection.flop_coverage import MUCH, percent
+from fp8watch.selection.own_parameters import LEARNED_ARRAYS
 from fp8watch.selection.wrappers import named_modules
 from fp8watch.session.attachment import Attachment
+from fp8watch.session.gradients_given import GradientsGiven
 from fp8watch.session.sites import and_more, silent_modules
-from fp8watch_agent.roles import layers_of, pattern
+from fp8watch_agent.roles import pattern
 
 ALARM_SHARE = 0.1
 """Of the GEMM FLOPs that were announced: if more of them are silent, people are told so."""
@@ -38,14 +40,16 @@ EVALUATED = (
     "in evaluation mode and without gradients, as a target network or a teacher is: its forwards are not looked at"
 )
 ARRAY = "an array that enters as activations do, no GEMM weight"
+ARRAY_BY_NAME = "no product with it was seen, no GEMM by its name"
 READ_ELSEWHERE = "never called as a module: its weight is read elsewhere"
+HOLDS = "though its parameters hold a gradient"
 
 
 class Silence:
     """Compares what one attach announced with what arrived."""
 
     def __init__(self, attachment: Attachment) -> None:
-        self._attachment = attachment
+        self._attachment, self.given = attachment, GradientsGiven()
         self._told: dict[str, str | float] = {
             "not_called": "", "silent": "", "silent_share": "", "blind": "", "not_in_fp8": "",
             "gemm_flops_observed": round(attachment.coverage.observed or 0.0, 4),
@@ -66,9 +70,13 @@ class Silence:
         silent = [name for name in silent if name not in arrays]
         reasons = self._reasons(silent)
         evaluated = self._evaluated(name for name in silent if name not in reasons)
-        elsewhere = self._read_elsewhere(name for name in silent if name not in reasons and name not in evaluated)
+        uncalled = self._uncalled([name for name in silent if name not in reasons and name not in evaluated], silent)
+        elsewhere = {name: why for name, why in uncalled.items() if why == READ_ELSEWHERE}
         known = reasons | evaluated | elsewhere
-        idle = layers_of(name for name in silent if name not in known)
+        idle = [
+            f"{name} ({why})" if why else name
+            for name, why in _by_layers({name: uncalled.get(name, "") for name in silent if name not in known})
+        ]
         unseen = [f"{name} ({reason})" for name, reason in _by_layers(known | self._forward_only())]
         high = [f"{name} ({reason})" for name, reason in _by_layers(self._kept_high())]
         counted = covered.without(arrays)
@@ -77,11 +85,12 @@ class Silence:
         if unsaid > ALARM_SHARE * announced:
             loud = f"{percent(unsaid)} of the GEMM FLOPs were announced as observed and send nothing"
         for_good = num_steps >= ALARM_AFTER_STEPS or counted.silent(reasons) > ALARM_SHARE * announced
+        for_good |= bool(self._told["blind"])  # until it is seen, whatever is known of why
         facts: dict[str, str | float] = {
             "not_called": _joined(idle), "silent": _joined(unseen), "silent_share": loud,
             "blind": _blind(loud, unseen, idle) if loud and for_good else "", "not_in_fp8": _joined(high),
             "gemm_flops_observed": round(max(0.0, announced - share), 4),
-            "not_counted": _joined([*covered.not_counted_names(), *(f"{name} ({ARRAY})" for name in layers_of(arrays))]),
+            "not_counted": _joined([*covered.not_counted_names(), *(f"{name} ({why})" for name, why in _by_layers(arrays))]),
         }  # fmt: skip
         changed = {name: value for name, value in facts.items() if value != self._told[name]}
         self._told = facts
@@ -90,27 +99,45 @@ class Silence:
             (f"not observed: {_some(unseen)}", unseen),
             (f"in high precision, against what was announced: {_some(high)}", high),
         ]
-        return "; ".join([text for text, names in said if names] + ([loud] if loud else [])), changed
+        now = loud if for_good else loud.replace("send nothing", "sent nothing in the first step")
+        return "; ".join([text for text, names in said if names] + ([now] if now else [])), changed
 
-    def _arrays(self, silent: Sequence[str]) -> list[str]:
-        own = self._attachment.own
-        return [
-            fqn
-            for fqn in silent
-            if fqn in own and own[fqn][1] in own[fqn][0].sites and own[fqn][0].use.is_array(own[fqn][1])
-        ]
+    def _arrays(self, silent: Sequence[str]) -> dict[str, str]:
+        """Of parameters: those that were followed and are no weights, and those of which only the name speaks, if they are not much."""
+        found, shares = {}, self._attachment.coverage.shares
+        for fqn in silent:
+            gemms, path = self._attachment.own.get(fqn, (None, ""))
+            if gemms is None or path not in gemms.sites:
+                continue
+            if gemms.use.is_array(path):
+                found[fqn] = ARRAY
+            elif path not in gemms.use.as_factor and LEARNED_ARRAYS.search(path) and shares.get(fqn, 0.0) < MUCH:
+                found[fqn] = ARRAY_BY_NAME
+        return found
 
-    def _read_elsewhere(self, names: Iterable[str]) -> dict[str, str]:
-        """Of modules: those that were not called, and whose own parameters got a gradient all the same."""
-        modules = dict(named_modules(self._attachment.model))
-        probed = {s.fqn for s in self._attachment.table if s.probed}
-        there = ((name, modules[name]) for name in names if name in modules)
-        return {
-            name: READ_ELSEWHERE
-            for name, module in there
-            if (SITE_KEY in module.__dict__ or name in probed)  # else it took the place of the one that is meant
-            and any(_gets_gradient(p) for p in module.parameters(recurse=False))
-        }
+    def step_ended(self) -> bool:
+        """A step has; whether it is known since of more weights that they are read elsewhere."""
+        return self.given.step_ended()
+
+    def stop(self) -> None:
+        """Nothing is asked any more."""
+        self.given.stop()
+
+    def _uncalled(self, names: Sequence[str], silent: Sequence[str]) -> dict[str, str]:
+        """Of modules that were not called, and whose own parameters hold a gradient all the same: whether these are read elsewhere,
+        because backward came to them or a module that is not silent has them too."""
+        named = list(named_modules(self._attachment.model))
+        modules, probed = dict(named), {s.fqn for s in self._attachment.table if s.probed}
+        others = {id(p) for fqn, m in named if names and fqn not in silent for p in m.parameters(recurse=False)}
+        found = {}
+        for name in names:
+            if (module := modules.get(name)) is None or not (SITE_KEY in module.__dict__ or name in probed):
+                continue  # what took the place of the one that is meant
+            held = [p for p in module.parameters(recurse=False) if _gets_gradient(p)]
+            if held:
+                read = any(id(p) in others or self.given.came_to(p) for p in held)
+                found[name] = READ_ELSEWHERE if read else HOLDS
+        return found
 
     def _evaluated(self, names: Iterable[str]) -> dict[str, str]:
         """Of modules: those that are not in training mode and get no gradient, while others do. What is trained in evaluation

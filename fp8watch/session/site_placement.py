@@ -21,7 +21,7 @@ from fp8watch.integrations.transformer_engine import TeObserver
 from fp8watch.layers import custom_ops
 from fp8watch.layers.foreign_linear import ForeignLinear
 from fp8watch.layers.fp8_linear import layout, take_over
-from fp8watch.layers.own_gemms import OwnGemms
+from fp8watch.layers.own_turns import OwnGemms
 from fp8watch.layers.scaled_linear import Formats
 from fp8watch.layers.shadow_gemm import TURN_COLUMNS, TURN_ROWS, Allowed, Factor, check_gemm
 from fp8watch.layers.torchao_casts import watch_casts

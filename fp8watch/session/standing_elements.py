@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from fp8watch.kernels.cpu_standing import Pieces
 
 WIDTH = 64
+GOLDEN = 0.6180339887498949
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -24,7 +25,7 @@ class StandingElements:
 
     Args:
         tensors: as `readable` returns them, on one device.
-        offset: of the first element that is looked at, round and round.
+        offset: WIDTH times the turn: which elements are looked at.
     """
 
     def __init__(self, tensors: Sequence[Tensor], offset: int) -> None:
@@ -66,8 +67,9 @@ def readable(x: Any) -> Tensor | None:
 
 
 def _part(x: Tensor, offset: int) -> Tensor:
-    """WIDTH neighbouring elements, round and round. [WIDTH]"""
-    start = offset % (x.numel() - WIDTH + 1)
+    """WIDTH neighbouring elements; the next ones by the golden section further on, so that of a large tensor, as queries, keys and values
+    in one, each part is met within a few turns. [WIDTH]"""
+    start = int(offset // WIDTH * GOLDEN % 1.0 * (x.numel() - WIDTH + 1))
     return x.view(-1)[start : start + WIDTH]
 
 

@@ -36,6 +36,8 @@ from fp8watch_agent.training_names import (
     SECOND_ZERO,
     WEIGHTS_CHANGED,
     WEIGHTS_LOOKED,
+    WEIGHTS_WHICH,
+    WRITTEN,
 )
 
 TURN_STEPS = 64
@@ -87,7 +89,7 @@ class StandingState:
         self._names: dict[int, str] = {}
         self._hooks: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
         self.names: list[str] = []
-        """Of the moments that were looked at, optimizer after optimizer, "exp_avg of layers.0.fc1.weight": MOMENTS_WHICH counts
+        """Of what was looked at, optimizer after optimizer, "exp_avg of layers.0.fc1.weight", and weights: MOMENTS_WHICH counts
         in them."""
         self._begins: weakref.WeakKeyDictionary[Optimizer, tuple[list[str], int]] = weakref.WeakKeyDictionary()
 
@@ -175,17 +177,19 @@ class StandingState:
             return zeros
         changed = (values != kept.values).view(-1, WIDTH).any(1)
         moments, weights = changed[: kept.num_moments], changed[kept.num_moments :]
+        begin = self._begin(optimizer, kept.names)
         return {
             **zeros,
             MOMENTS_CHANGED: moments.sum(),
-            MOMENTS_WHICH: moments.to(torch.uint8).argmax() + self._begin(optimizer, kept.names[: kept.num_moments]),
+            MOMENTS_WHICH: moments.to(torch.uint8).argmax() + begin,
             MOMENTS_LOOKED: len(moments),
             WEIGHTS_CHANGED: weights.sum(),
+            WEIGHTS_WHICH: (weights.to(torch.uint8).argmax() if len(weights) else 0) + kept.num_moments + begin,
             WEIGHTS_LOOKED: len(weights),
         }
 
     def _begin(self, optimizer: Optimizer, names: list[str]) -> int:
-        """Where the names of an optimizer's moments begin. A step on its way counts in them, so none is taken out but where
+        """Where the names of an optimizer's tensors begin. A step on its way counts in them, so none is taken out but where
         they would grow for ever."""
         known, begin = self._begins.get(optimizer, ([], 0))
         if known != names:
@@ -199,19 +203,23 @@ class StandingState:
 
     def named(self, numbers: dict[str, float]) -> None:
         """Numbers of a step that have arrived: the first tensor gets its name, and where nothing changed nothing stays."""
-        which = numbers.pop(MOMENTS_WHICH, None)
+        which, written = numbers.pop(MOMENTS_WHICH, None), numbers.pop(WEIGHTS_WHICH, None)
         if SECOND_ZERO in numbers and not numbers[SECOND_ZERO]:
             for name in (SECOND_ZERO, SECOND_LOOKED, EPS):
                 numbers.pop(name, None)
         if which is None:
             return
         if numbers[MOMENTS_CHANGED]:
-            first = int(which)
-            name = self.names[first] if first < len(self.names) else f"tensor {first}"
-            numbers[f"{CHANGED}{name}"] = 1.0
-        elif not numbers[WEIGHTS_CHANGED]:
+            numbers[f"{CHANGED}{self._name(which)}"] = 1.0
+        elif numbers[WEIGHTS_CHANGED]:
+            numbers[f"{WRITTEN}{self._name(which if written is None else written)}"] = 1.0
+        else:
             for name in (MOMENTS_CHANGED, MOMENTS_LOOKED, WEIGHTS_CHANGED, WEIGHTS_LOOKED):
                 numbers.pop(name, None)
+
+    def _name(self, number: float) -> str:
+        first = int(number)
+        return self.names[first] if first < len(self.names) else f"tensor {first}"
 
     def update_of(self, weight: str) -> Tensor | None:
         """How far the last update moved a weight, mean over mean of the magnitudes that are looked at: [] float32,
@@ -288,16 +296,19 @@ def _zeros(kept: _Kept, values: Tensor, optimizer: Optimizer) -> dict[str, Any]:
     return {SECOND_ZERO: zero, SECOND_LOOKED: looked, **({EPS: float(eps)} if isinstance(eps, float) else {})}
 
 
+_COUNTED_BY = {MOMENTS_WHICH: MOMENTS_CHANGED, WEIGHTS_WHICH: WEIGHTS_CHANGED}
+
+
 def merge(known: dict[str, Any], more: Mapping[str, Any]) -> None:
-    """Put what another optimizer of the step says beside what is known: counts add up, and the first that has a changed moment
-    names it. Numbers, or [] tensors on their devices; of another device than the first's it is left out."""
+    """Put what another optimizer of the step says beside what is known: counts add up, and the first that has a changed moment,
+    or weight, names it. Numbers, or [] tensors on their devices; of another device than the first's it is left out."""
     out = dict(more)
     for name in known.keys() & more.keys():
         before, value = known[name], more[name]
         if isinstance(before, Tensor) and isinstance(value, Tensor) and before.device != value.device:
             return
-        if name == MOMENTS_WHICH:
-            out[name] = torch.where(known[MOMENTS_CHANGED] > 0, before, value)
+        if (of := _COUNTED_BY.get(name)) is not None:
+            out[name] = torch.where(known[of] > 0, before, value)
         else:
             out[name] = before if name == EPS else before + value
     known.update(out)

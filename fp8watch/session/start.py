@@ -51,7 +51,7 @@ def start_recorder(
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
     if restarts.isascii() and restarts.isdigit():
         facts["restart_count"] = int(restarts)  # of the launcher: the same on all ranks
-    facts["left_out"] = "; ".join(f"{m.fqn} ({m.reason})" for m in left_out)[:2000]
+    facts["left_out"] = "; ".join(f"{m.fqn or 'the model'} ({m.reason})" for m in left_out)[:2000]
     versions = {"fp8watch": __version__, "torch": str(torch.__version__), "python": platform.python_version()}
     return Recorder(
         settings,

@@ -26,6 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from fp8watch.layers import custom_ops
 from fp8watch.observer.observation_plan import ObservationPlan
 from fp8watch.observer.step_sample import NOTHING
+from fp8watch.observer.unseen import unseen
 from fp8watch.session.checkpoint_hooks import wrap_saving
 from fp8watch.session.gradient_norm import wrap_clipping
 from fp8watch.session.label_smoothing import wrap_label_smoother
@@ -89,6 +90,11 @@ _nested = NestedSteps()
 def _all_watches() -> list[StepListener]:
     """Those that are alive. Not by iterating: that takes five calls in Python, three times a step."""
     return [watch for ref in _watches.valuerefs() if (watch := ref()) is not None]
+
+
+def is_watched(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer ends the steps of some watch."""
+    return any(watch._owns(optimizer) for watch in _all_watches())
 
 
 def _each(action: Callable[[StepListener], Any]) -> None:
@@ -211,11 +217,11 @@ def _after_loss(targets: torch.Tensor, ignored: int) -> None:
     if not custom_ops.counts():
         return
     for watch in _all_watches():  # while a CUDA graph is captured it reads none on that device
-        watch.guard.run("step_end", watch._on_targets, targets, ignored)
+        watch.guard.run("step_end", unseen(watch._on_targets), targets, ignored)
 
 
 def _after_smoothing(loss: torch.Tensor, adds_up: bool) -> None:
-    _each(lambda w: None if is_capturing() or not custom_ops.counts() else w._on_loss(loss, adds_up))
+    _each(lambda w: None if is_capturing() or not custom_ops.counts() else unseen(w._on_loss)(loss, adds_up))
 
 
 def _wrap_excepthook() -> Callable[[], None]:

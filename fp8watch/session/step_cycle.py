@@ -47,6 +47,10 @@ class StepCycle:
         """Give the step that runs another number."""
         self.step = int(step)
 
+    def end_before(self) -> bool:
+        """End the step that the next forward would end, so that it has its number; whether there was one."""
+        return self._plan is not None and self._plan.step.end_before()
+
     def begin(self) -> None:
         """What the step that begins now looks at."""
         plan, step, flush, overhead = self._plan, self.step, self._flush, self._overhead

@@ -217,6 +217,7 @@ class StepFlush:
 
     def end(self) -> None:
         """Nothing follows: windows leave as they are, and each mirror tells what it has not told yet."""
+        self.registration.stop()
         self._end_windows()
         while self.mirrors:
             self.mirrors.pop().stop()
@@ -246,7 +247,7 @@ class StepFlush:
             rows: Rows = parts["rows"].numpy().reshape(-1).view(ROW)[: len(self._ids)]
         else:
             rows = self._rows_here()
-        self.registration.see(rows)
+        self.registration.see(rows, whole=left.status is not StepStatus.ABORTED)
         numbers = left.numbers
         if "numbers" in parts:
             numbers.update(zip(left.names, parts["numbers"].tolist(), strict=True))

@@ -5,6 +5,9 @@ Thread:     training
 Mixed precision keeps float32 copies of the parameters, and its optimizer holds those: DeepSpeed ZeRO, Megatron, loops
 of one's own. Megatron leaves each copy on its parameter as `main_param`. Where nothing leads from parameter to copy, an
 optimizer is adopted: one that steps after backwards of watched modules, while none that holds their parameters was met.
+An optimizer that takes over the parameters of another one (a second stage of training) ends its first step as any later one; where
+the other goes on all the same, both are waited for. One that steps behind another without a backward of its own (AdamW behind
+Muon, each over its own part) is waited for until the next forward begins: it may sit steps out.
 """
 
 from __future__ import annotations
@@ -19,7 +22,10 @@ from torch.nn.parameter import UninitializedParameter
 
 from fp8watch.layers.fp8_linear import SITE_KEY
 from fp8watch.observer.step_state import STUCK_AFTER_PASSES, StepState
+from fp8watch.session.companions import Companions
 from fp8watch.session.nested_steps import Nesting
+from fp8watch_agent.record import StepStatus
+from fp8watch_agent.training_names import OPTIMIZER_BEGINS
 
 Optimizer = torch.optim.Optimizer
 
@@ -35,47 +41,17 @@ NEVER_RAN = (
     "recorded: attach to what is trained, after what copies it (an engine, model_init, deepcopy); a weight that its module "
     "masks or normalises before it multiplies with it is not seen"
 )
+RUNS_NO_MORE = (
+    "since step {step} nothing that is watched of the model has run with gradients, and an optimizer of as many parameters has made "
+    f"{STUCK_AFTER_PASSES} steps without it: if a copy of the model is trained now (deepcopy, a loaded one), attach to that one"
+)
 STUCK_FACT = "no_step_ended"
-MAX_WRAPPERS = 8
 ASK_AGAIN = 32
 """Times that it is asked for one that holds nothing watched, after which the model's parameters are listed anew; before that the first
 time, the second, the fourth …"""
 PADDING = 1.1  # of flattened copies, over the number of elements that they are of
 FOUND_INF = "found_inf"
 """Fact of an optimizer: it was told to skip."""
-
-
-def torch_optimizers(given: object) -> list[Optimizer]:
-    """Those whose steps torch tells of, in what an engine or a trainer calls its optimizer: what was given, else what
-    its `.optimizer` holds, and so on; several where it chains several, or is a list of them.
-
-    Raises:
-        TypeError: no optimizer at all.
-        ValueError: an optimizer without a torch optimizer inside.
-    """
-    looked: list[str] = []
-    level: list[object] = list(given) if isinstance(given, (list, tuple)) and given else [given]
-    for _ in range(MAX_WRAPPERS):
-        found = [o for o in level if isinstance(o, Optimizer) and getattr(type(o).step, "hooked", False)]
-        if found:
-            return found
-        looked += [type(o).__name__ for o in level]
-        level = [inner for o in level for inner in _inside(o)]
-    name = type(given).__name__
-    if not hasattr(given, "param_groups") and not callable(getattr(given, "step", None)):
-        raise TypeError(f"optimizer={name}: must be a torch optimizer; call watch.step() for others")
-    raise ValueError(
-        f"optimizer={name}: its steps cannot be seen, because no torch optimizer is in it (looked at "
-        f"{' → '.join(dict.fromkeys(looked))} by their .optimizer); call watch.step() after each of its steps instead"
-    )
-
-
-def _inside(wrapper: object) -> list[object]:
-    chained = getattr(wrapper, "chained_optimizers", None)
-    if isinstance(chained, (list, tuple)):
-        return list(chained)
-    inner = getattr(wrapper, "optimizer", None)
-    return [] if inner is None else [inner]
 
 
 def num_elements(tensors: Iterable[Any]) -> int:
@@ -116,12 +92,21 @@ class StepOwner:
         self._by_name = bool(self._named)
         self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet(self._named)
         self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._met: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # that have stepped, ever
+        self._begins = False  # one took over from another in the step that ends now
+        self._replaced: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # that it took over from, until the next step
         self._strangers: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
         self._asked: weakref.WeakKeyDictionary[Optimizer, int] = (
             weakref.WeakKeyDictionary()
         )  # of those that hold nothing
         self._parts: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # that step inside others: none is waited for
+        self._companions = Companions()
+        self._passes = 0  # backwards in the running step before the last that stepped
+        self._last: Callable[[], Optimizer | None] = _nobody  # that ended a step
+        self.may_end = False
+        """All have stepped but companions: the step has ended where the next forward begins."""
         self._adopted: Optimizer | None = None
+        self._had_one = bool(self._named)  # that holds watched parameters, and may be gone
         self._by_hand = False  # the user ends steps: nothing is adopted
         self._late = 0
         self._num_idle = 0  # optimizer steps in a row before which nothing of the model ran
@@ -161,6 +146,7 @@ class StepOwner:
             self._known.discard(self._adopted)
             self._adopted = None
         self._known.add(optimizer)
+        self._had_one = True
         return True
 
     def meets(self, optimizer: Optimizer, ran: bool, num_passes: int) -> None:
@@ -193,22 +179,72 @@ class StepOwner:
             ran: watched modules ran a backward since the last end.
             step: the running one.
         """
-        self._num_idle = 0 if ran else self._num_idle + 1
+        self._num_idle, self.may_end = 0 if ran else self._num_idle + 1, False
         if not self.owns(optimizer) and not (ran and self._adopts(optimizer, step.num_passes)):
             return False
         self._parts.discard(optimizer)
-        again = optimizer in self._stepped
+        again, is_new = optimizer in self._stepped, optimizer not in self._met
+        if is_new:
+            self._companions.meet(optimizer)
+        if self._stepped or not ran:
+            same, last = step.num_passes == self._passes, self._last()
+            self._companions.follow(optimizer, self._stepped, last, ran=ran, same=same)
+        self._passes = step.num_passes
         self._stepped.add(optimizer)
+        self._met.add(optimizer)
+        goes_on = optimizer in self._replaced
         if not ran and not (step.returned and self._goes_on(optimizer)):
+            if goes_on or self._companions.all_of([optimizer]):  # of the step that has ended: none of the next
+                self._stepped.discard(optimizer)
             self._num_ended = 0
             return False
-        if again:  # the others sit this one out
+        self._replaced = weakref.WeakSet()
+        self._begins = is_new and self._takes_over(optimizer)
+        if again or goes_on or self._begins:  # the others sit this one out
             self._known = weakref.WeakSet([optimizer])
-        if len(self._known) == 1 or all(o in self._stepped or o in self._parts for o in self._known):  # one is this one
-            self._stepped.clear()
-            self._num_ended += 1
+        waited = [o for o in self._known if o not in self._stepped and o not in self._parts]
+        if len(self._known) == 1 or not waited:  # one is this one
+            self._ended(optimizer)
             return True
+        self.may_end = self._companions.all_of(waited)
         return False
+
+    def _ended(self, optimizer: Optimizer | None) -> None:
+        self._stepped.clear()
+        self._num_ended += 1
+        if optimizer is not self._last():
+            self._last = _nobody if optimizer is None else weakref.ref(optimizer)
+
+    def at_forward(
+        self, optimizer: Optimizer, close: weakref.WeakMethod[Callable[[StepStatus], None]]
+    ) -> Callable[[], None]:
+        """What a forward does that finds the step of this optimizer still open: companions sit this one out. It keeps nobody
+        alive."""
+        ended, stepped = weakref.WeakMethod(self._ended), weakref.ref(optimizer)
+
+        def end() -> None:
+            ends, closes, it = ended(), close(), stepped()
+            if ends is not None and closes is not None:
+                ends(it)
+                closes(StepStatus.OK)
+
+        return end
+
+    def _takes_over(self, optimizer: Optimizer) -> bool:
+        """Whether it holds all that is trained of each that is still to step: those ended the steps before, and it steps in their stead."""
+        waited = [o for o in self._known if o not in self._stepped and o not in self._parts]
+        if self._num_ended < SURE_AFTER_STEPS or not waited or not all(_holds_all(optimizer, o) for o in waited):
+            return False
+        self._replaced.update(waited)
+        return True
+
+    def scalars(self, optimizer: Optimizer, nesting: Nesting) -> dict[str, Any]:
+        """Those of an optimizer that ends the step, or may end it, and whether it is the first that it ends in another's stead."""
+        begins = {OPTIMIZER_BEGINS: 1.0} if self._begins else {}
+        found = optimizer_scalars(optimizer, *nesting.inside) | begins
+        if len(self._known) > 1 and not self._companions.tells_rate(optimizer):
+            found = {name: value for name, value in found.items() if name != "lr" and value is not None}
+        return found
 
     def _goes_on(self, optimizer: Optimizer) -> bool:
         """Whether it steps the model as it did in all the steps before, although no gradient reached a watched module: their
@@ -233,13 +269,24 @@ class StepOwner:
         """Those of it that stepped within its step."""
         return [o for o in nesting.inside if o in self._parts]
 
-    def is_idle(self) -> bool:
-        """Whether an optimizer has stepped that often, and nothing of the model ran; true once."""
-        return self._num_idle == STUCK_AFTER_PASSES
+    def idle(self, optimizer: Optimizer, last_step: int | None, is_watched: Callable[[Optimizer], bool]) -> str:
+        """What to say where this was the step of an optimizer, one of so many in a row, before which nothing of the model ran; once.
+
+        Args:
+            last_step: that has ended; None: none has.
+            is_watched: whether the optimizer ends the steps of some watch.
+        """
+        if self._num_idle != STUCK_AFTER_PASSES:
+            return ""
+        if last_step is None:
+            return NEVER_RAN
+        of_copy = not self._by_hand and optimizer not in self._known and self._holds_copies(optimizer)
+        return RUNS_NO_MORE.format(step=last_step + 1) if of_copy and not is_watched(optimizer) else ""
 
     def ended_by_hand(self) -> bool:
         """`watch.step()` was called: nothing is adopted from now on. True where an adopted optimizer was let go."""
         self._by_hand = True
+        self._stepped.clear()
         adopted, self._adopted = self._adopted, None
         if adopted is None or adopted not in self._known:
             return False
@@ -250,14 +297,15 @@ class StepOwner:
     # ---- adoption -----------------------------------------------------------------------------------------------
 
     def _adopts(self, optimizer: Optimizer, num_passes: int) -> bool:
-        """At once, where it is alone and holds what must be copies; else after three steps, each behind a backward."""
+        """At once, where it is alone, holds what must be copies, and none was there that holds the parameters themselves (a cell of a
+        notebook leaves a step open and makes another model); else after three steps, each behind a backward."""
         if self._by_name or self._by_hand or self._known:
             return False
         count, before = self._strangers.get(optimizer, (0, 0))
         if num_passes and num_passes == before:
             return False  # no backward since its last step
         self._strangers[optimizer] = (count + 1, num_passes)
-        at_once = len(self._strangers) == 1 and self._holds_copies(optimizer)
+        at_once = len(self._strangers) == 1 and not self._had_one and self._holds_copies(optimizer)
         if not at_once and count + 1 < ADOPT_AFTER_STEPS:
             return False
         self._adopted, self._late = optimizer, count
@@ -283,6 +331,15 @@ class StepOwner:
         """Steps that went by before the owner was adopted, once: the one that ends now has a number so much higher."""
         late, self._late = self._late, 0
         return late
+
+
+def _nobody() -> None:
+    return None
+
+
+def _holds_all(a: Optimizer, b: Optimizer) -> bool:
+    ids = {id(p) for group in a.param_groups for p in group["params"]}
+    return all(id(p) in ids for group in b.param_groups for p in group["params"] if p.requires_grad)
 
 
 def _share(a: Optimizer, b: Optimizer) -> bool:

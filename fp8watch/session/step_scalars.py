@@ -18,7 +18,7 @@ from fp8watch.session.standing_state import StandingState, merge
 from fp8watch.session.step_optimizer import FOUND_INF, updates_made
 from fp8watch_agent.guard import Guard
 from fp8watch_agent.nonfinite_names import NONFINITE_INPUT
-from fp8watch_agent.training_names import CLIP_NORM, SEES_AHEAD
+from fp8watch_agent.training_names import CLIP_NORM, OPTIMIZER_BEGINS, SEES_AHEAD
 
 LOSS_MISSING_STEPS = 20
 MAX_BATCH_ID = 512
@@ -93,7 +93,8 @@ class StepScalars:
             self._logged.clear()
             self._losses.clear()
             self.of_state.clear()
-            self.of_optimizer.pop(FOUND_INF, None)
+            for of_one_step in (FOUND_INF, OPTIMIZER_BEGINS):
+                self.of_optimizer.pop(of_one_step, None)
             self._batch_id = None
 
     def _say_what_came_before(self, optimizer: torch.optim.Optimizer) -> None:

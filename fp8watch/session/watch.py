@@ -6,7 +6,6 @@ Thread:     training
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -18,7 +17,7 @@ from torch import Tensor
 from fp8watch.layers import custom_ops
 from fp8watch.layers.attention_calls import logits_summary
 from fp8watch.layers.fp8_linear import SITE_KEY, release
-from fp8watch.layers.module_hooks import LossHook
+from fp8watch.layers.module_hooks import ForwardBegins, LossHook
 from fp8watch.observer.pass_counter import graph_task
 from fp8watch.session import card, step_boundary
 from fp8watch.session.attachment import Attachment, Cadence, Removable, Session
@@ -36,7 +35,7 @@ from fp8watch.session.replaced_modules import CHECK_EVERY, FIRST_CHECKS, Replace
 from fp8watch.session.sites import first_rows
 from fp8watch.session.step_cycle import StepCycle
 from fp8watch.session.step_flush import step_flush
-from fp8watch.session.step_optimizer import NEVER_RAN, NO_STEP_ENDED, STUCK_FACT, StepOwner, optimizer_scalars
+from fp8watch.session.step_optimizer import NO_STEP_ENDED, STUCK_FACT, StepOwner, optimizer_scalars
 from fp8watch.session.step_scalars import StepScalars
 from fp8watch_agent.record import StepStatus
 
@@ -53,20 +52,21 @@ class Watch:
         self._recorder = attachment.recorder
         self.guard, self._recipe, self.identity = session.guard, session.recipe, session.identity
         self.session, self.url, self._say, self._collector = session.id, session.url, session.say, session.collector
-        self._overhead = Overhead(
-            cadence.every, cadence.overhead_budget, session.say, in_turns=session.recipe.observe_only
-        )
+        in_turns = self._plan is not None and self._plan.as_they_are
+        self._overhead = Overhead(cadence.every, cadence.overhead_budget, session.say, in_turns=in_turns)
         as_they_are = [m.module for m in self.te.modules] if self.te is not None else ()
         self._owner = StepOwner(self._model, as_they_are, cadence.optimizers, session.say)
         standing = OptimizerLooks(self._model, self._plan if self._recorder is not None else None, self._table)
         self._scalars = StepScalars(session.guard, session.say, GradientNorm(self._model, self._owner.has), standing)
         self._on_targets, self._on_loss = self._scalars.batches.see_targets, self._scalars.see_loss
+        self._on_clip = self._scalars.norms.see
         self._late = partial(late_facts, self._model, self._owner, self._plan, standing)
         self._owns, self._ending, self._paused, self._stuck = self._owner.owns, False, False, ""
         self._hooks: list[Removable] = list(attachment.hooks)
         plan, recorder, self._detached = self._plan, self._recorder, self._plan is None
         if plan is not None and (recorder is not None or plan.step.warming):
             hook = LossHook(self, custom_ops.site_tensor(plan, 0), plan, self._scalars.batches)
+            self._hooks.append(self._model.register_forward_pre_hook(ForwardBegins(self._scalars.batches)))
             self._hooks.append(self._model.register_forward_hook(hook, with_kwargs=True))
             step_boundary.start(self)
         self._flush = step_flush(attachment, plan, recorder, cadence, session, standing)
@@ -79,7 +79,7 @@ class Watch:
             self.guard.run("begin_step", self._cycle.begin)
             plan.step.on_stuck = weakref.WeakMethod(self._on_stuck)  # the plan outlives a watch that was dropped
             if plan.sites.quantizers:
-                plan.step.on_unwatched = weakref.WeakMethod(self._on_unwatched)
+                plan.step.on_unwatched = weakref.WeakMethod(self._replaced.look)
             self._gone = weakref.finalize(self, step_boundary.abandoned, plan, recorder)
             self._gone.atexit = False
 
@@ -158,12 +158,6 @@ class Watch:
         self._stuck = said
         self._tell({STUCK_FACT: said})
 
-    def _on_unwatched(self) -> None:
-        """The model returned, and no watched module ran in it."""
-        assert self._plan is not None
-        self._plan.step.on_unwatched = None
-        self._replaced.look()
-
     def _tell(self, facts: Mapping[str, Any]) -> None:
         """Facts of the session that only running shows."""
         if self._recorder is not None and facts:
@@ -187,10 +181,15 @@ class Watch:
             looks, parts = not (self._paused or self._plan.step.outside), self._owner.parts(nesting)
             self._scalars.standing.after(optimizer, looks=looks, parts=parts)
         if not is_part and self._owner.closes(optimizer, self._ran(), self._plan.step):
-            self._scalars.of_optimizer.update(optimizer_scalars(optimizer, *nesting.inside))
+            self._scalars.of_optimizer.update(self._owner.scalars(optimizer, nesting))
             self._close(StepStatus.OK, late=self._owner.take_late())
-        elif self._owner.is_idle() and not self._cycle.num_closed and self._plan.step.observed:
-            self._on_stuck(NEVER_RAN)
+        elif not is_part and self._owner.may_end:
+            self._scalars.of_optimizer.update(self._owner.scalars(optimizer, nesting))
+            self._plan.step.on_forward = self._owner.at_forward(optimizer, weakref.WeakMethod(self._close))
+        elif self._plan.step.observed and (
+            said := self._owner.idle(optimizer, self.last_step, step_boundary.is_watched)
+        ):
+            self._on_stuck(said)
 
     def _on_scaler_step(self, optimizer: torch.optim.Optimizer) -> None:
         if self._plan is not None and not self._detached:
@@ -201,12 +200,8 @@ class Watch:
             self._scalars.see_loss_scale(scale)
 
     def _on_scaler(self, scale: Tensor | None, optimizers: set[int]) -> None:
-        if self._owner.owns_any(optimizers) and self._ran():
+        if self._owner.owns_any(optimizers) and self._ran() and not self._cycle.end_before():
             self._close(StepStatus.SKIPPED)
-
-    def _on_clip(self, parameters: list[Tensor], norm: Tensor, max_norm: float = math.inf) -> None:
-        if self._plan is not None and not self._detached:
-            self._scalars.norms.see(parameters, norm, max_norm)
 
     def _close_unfinished(self) -> None:
         """End a step that no optimizer will end any more."""
@@ -314,6 +309,7 @@ class Watch:
     def checkpoint_saved(self, step: int | None = None) -> None:
         """Say that a checkpoint was written, where `torch.save` and `torch.distributed.checkpoint` cannot show it. `step` is the
         last one whose update it holds; None: the last that ended."""
+        self._cycle.end_before()
         self.guard.run("checkpoint", self._note_checkpoint, self._cycle.step - 1 if step is None else int(step))
 
     def _note_checkpoint(self, step: int) -> None:
@@ -323,7 +319,10 @@ class Watch:
 
     def _on_save(self, saved: Any) -> Callable[[], None] | None:
         """What is about to be saved; returns what is called behind that where it is a checkpoint of this model."""
-        return partial(self._note_checkpoint, self._cycle.step - 1) if holds_weights(saved, self._table) else None
+        if not holds_weights(saved, self._table):
+            return None
+        self._cycle.end_before()
+        return partial(self._note_checkpoint, self._cycle.step - 1)
 
     @property
     def last_good_step(self) -> int | None:
@@ -338,6 +337,7 @@ class Watch:
     def state_dict(self, *, contents: bool = True) -> dict[str, Any]:
         """What a resumed job gives to `load_state_dict`: the next step, what was quantised how, and `fingerprint()` where
         `contents` are wanted; and `run_id`, which it gives to `attach(run_id=...)`, so that the run goes on."""
+        self._cycle.end_before()
         known: dict[str, Any] = {"step": self._cycle.step}
         if self._plan is not None:  # one that was switched off has no run to go on with
             known |= {"run_id": self.identity.run_id, "session": self.session}

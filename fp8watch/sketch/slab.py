@@ -207,6 +207,11 @@ class Slab:
     def keep_hash(self, row: int, value: torch.Tensor) -> None:
         """Put the hash of a weight into its row. 0-d int64; the last one stays."""
         self._check_row(row)
+        if self.is_cpu and value.is_cpu:
+            rows = self.rows_on_host()
+            rows["weight_hash"][row] = value.item()
+            rows["measured"][row] |= int(Measured.HASH)
+            return
         mine = self.buffer[row]
         row_span(mine, "weight_hash").copy_(value)
         row_span(mine, "measured").bitwise_or_(int(Measured.HASH))

@@ -445,6 +445,16 @@ def test_close_says_that_the_session_ended(collector: Collector, settings: Agent
     assert farewell.header.health["ended"] == 1.0
 
 
+def test_a_session_that_is_registered_and_never_sent_a_step_says_its_end_too(
+    collector: Collector, settings: AgentSettings, session: Session
+) -> None:
+    recorder = Recorder(replace(settings, collector=collector.url), session)
+    assert eventually(lambda: bool(collector.sessions))
+    recorder.close()
+    (farewell,) = collector.farewells()
+    assert (farewell.header.health["ended"], farewell.header.num_records) == (1.0, 0)
+
+
 def test_facts_that_only_running_shows_travel_without_a_batch(
     collector: Collector, settings: AgentSettings, session: Session
 ) -> None:

@@ -227,7 +227,7 @@ def test_a_product_that_a_mode_could_see_would_be_found(monkeypatch):
     with Seeing():
         look_at_logits(q, q, Rule(causal=True))
     assert not seen
-    monkeypatch.setattr(attention_logits, "_disable_current_modes", contextlib.nullcontext)
+    monkeypatch.setattr(attention_logits, "without_modes", contextlib.nullcontext)
     with Seeing():
         look_at_logits(q, q, Rule(causal=True))
     assert seen

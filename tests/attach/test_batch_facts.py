@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -86,6 +88,29 @@ def test_labels_are_held_against_tokens_wherever_the_loss_is_computed(attach, lm
     assert 1 / 64 < right[CONCENTRATION] < 0.05
 
 
+@pytest.mark.parametrize("where", [outside, inside])
+def test_targets_of_a_model_that_trains_beside_are_held_against_none_of_these_tokens(attach, lm, where):
+    """As a copy that is trained some steps in between, and a second model that is watched as well."""
+    other = copy.deepcopy(lm)
+    watches = attach(lm), attach(other)
+    for seed in (1, 2, 3):
+        steps(lm, where(lm, seed))
+        steps(other, where(other, seed + 10))
+    for watch in watches:
+        assert [facts[NEXT] for facts in logged(watch)] == [1.0] * 3
+        assert [facts[SCORED] for facts in logged(watch)] == [1.0] * 3
+
+
+def test_a_model_whose_loss_is_not_seen_has_no_targets_of_another(attach, lm):
+    other = copy.deepcopy(lm)
+    watch = attach(lm)
+    for seed in (1, 2):
+        steps(other, inside(other, seed))
+        steps(lm, lambda: lm(rows(9)[:, :32]).square().mean())
+    assert all(CONCENTRATION in facts for facts in logged(watch))
+    assert not any({NEXT, SCORED, TARGETS} & facts.keys() for facts in logged(watch))
+
+
 def test_the_same_inputs_have_the_same_hash_in_any_order_of_micro_batches(attach, lm):
     watch = attach(lm)
     steps(lm, *([outside(lm, a), outside(lm, b)] for a, b in ((1, 2), (2, 1), (1, 3))))
@@ -151,6 +176,32 @@ def test_class_targets_are_as_varied_as_those_that_are_scored(attach):
     given = [ends, ends.clamp(max=1), torch.zeros_like(ends), torch.where(ends == 3, 3, -100), ends[:8]]
     steps(model, *((lambda t=t: model(torch.randn(len(t), 64), t)) for t in given))
     assert [f.get(TARGETS) for f in logged(watch)] == pytest.approx([1 / 8, (1 + 49) / 64, 1.0, 1.0, None])
+
+
+def test_an_evaluation_before_the_optimizer_steps_is_no_batch(attach):
+    torch.manual_seed(0)
+    model = Classes()
+    watch, x = attach(model), torch.randn(32, 64)
+
+    def evaluated():
+        loss = model(x, torch.arange(32) % 8)
+        with torch.no_grad():
+            model(x, torch.zeros(32, dtype=torch.long))
+        return loss
+
+    steps(model, evaluated)
+    assert logged(watch)[0][TARGETS] == 1 / 8
+
+
+def test_labels_are_those_of_the_loss_that_goes_with_the_tokens(attach, lm):
+    """A loss of a part of the model comes first."""
+    watch = attach(lm)
+    by_class = lm.up.register_forward_hook(
+        lambda *a: F.cross_entropy(a[-1][:, 0], torch.zeros(4, dtype=torch.long)) and None
+    )
+    steps(lm, inside(lm, 1))
+    by_class.remove()
+    assert logged(watch)[0][NEXT] == 1.0
 
 
 def test_targets_beside_tokens_are_none_of_classes(attach, lm):

@@ -228,7 +228,7 @@ def test_modules_that_were_not_called_are_a_fact_of_the_session_too(attach, caps
     model["used"](torch.randn(8, 64)).sum().backward()
     watch.step()
     assert (
-        "not called as a module in the first step: idle.*; 75 % of the GEMM FLOPs were announced as observed and send nothing\n"
+        "not called as a module in the first step: idle.*; 75 % of the GEMM FLOPs were announced as observed and sent nothing in the first step\n"
         in capsys.readouterr().err
     )
     assert watch._recorder.facts["not_called"] == "idle.*"

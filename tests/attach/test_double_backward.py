@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
+import textwrap
 import weakref
 
 import pytest
 import torch
 from support.own_models import Experts, K
+from support.saved_graphs import as_it_is, nodes_of
 from torch import nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
@@ -111,6 +115,57 @@ def test_graphs_of_graphs_that_nobody_differentiates_cost_nothing(attach):
         assert node() is None  # without the collector: nothing holds itself
     finally:
         gc.enable()
+
+
+def test_hooks_that_keep_what_is_saved_see_no_graph_in_it_and_all_is_refused_as_without(attach):
+    """As those do that offload what is large, and give back what is small."""
+    model, x = chain(), torch.randn(8, 64)
+    attach(model)
+    parameters = list(model.parameters())
+    want = torch.autograd.grad(model(x).square().mean(), parameters)
+    with torch.autograd.graph.saved_tensors_hooks(as_it_is, as_it_is):
+        got = torch.autograd.grad(model(x).square().mean(), parameters)
+        for way in WAYS:
+            with pytest.raises(RuntimeError, match=REFUSED):
+                way(model, x, parameters)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["linears", "experts"])
+def test_a_forward_whose_backward_never_comes_goes_whatever_hooks_keep(attach, kind):
+    torch.manual_seed(0)
+    if kind == "experts":
+        model, given = nn.ModuleDict({"experts": Experts()}), (torch.randn(9, K), torch.arange(9) % 3)
+    else:
+        model, given = chain(), (torch.randn(16, 64),)
+    attach(model, recipe="blockwise")
+    with torch.autograd.graph.saved_tensors_hooks(as_it_is, as_it_is):
+        y = (model["experts"] if kind == "experts" else model)(*given)
+    last = nodes_of(y)[0]  # a ReLU and a Tanh of torch's keep themselves, and what lies in front of them
+    del y
+    gc.collect()
+    assert last() is None
+
+
+def test_a_torch_without_ways_to_ask_that_are_not_public_trains_all_the_same():
+    """They may be gone with any version, and nothing may be raised into training for that."""
+    script = textwrap.dedent(
+        """
+        import torch
+        del torch._C._autograd._top_saved_tensors_default_hooks, torch._C._len_torch_function_stack
+        del torch.overrides._get_current_function_mode_stack
+        import fp8watch
+        model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+        watch = fp8watch.attach(model, collector=None)
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+            model(torch.randn(32, 64)).sum().backward()
+        assert model[0].weight.grad.any() and not watch.guard.errors, watch.guard.errors
+        watch.detach()
+        print("TRAINED")
+        """
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    assert "TRAINED" in done.stdout, done.stderr[-2000:]
 
 
 class Stop(torch.autograd.Function):

@@ -259,3 +259,41 @@ def test_an_attach_that_fails_at_the_end_leaves_the_model_as_it_was(attach, monk
     assert type(model[0]) is nn.Linear
     assert SITE_KEY not in model[0].__dict__
     assert len(custom_ops._plans) == plans
+
+
+class OfTorchrl(nn.Sequential):
+    """torchrl's losses list their parameters in a way of their own."""
+
+    def named_parameters(self, prefix="", recurse=True):
+        for name, p in super().named_parameters(prefix, recurse):
+            yield f"{name}_params", p
+
+
+@pytest.mark.parametrize("recipe", ["observe", "blockwise"])
+def test_a_model_that_lists_its_parameters_in_its_own_way_is_watched(attach, recipe):
+    model = OfTorchrl(nn.Linear(64, 64), nn.Linear(64, 64))
+    watch = attach(model, recipe=recipe)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    for _ in range(2):
+        model(torch.randn(32, 64)).sum().backward()
+        optimizer.step()
+    assert {site.module for site in watch._recorder.sites if site.operand == "weight"} == {"0", "1"}
+    assert watch.summary()["internal_errors"] == {}
+
+
+class CopiesItself(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.proj = nn.Parameter(torch.randn(64, 64))
+
+    def __reduce__(self):
+        return type(self), ()
+
+    def forward(self, x):
+        return x @ self.proj
+
+
+def test_what_has_no_name_is_the_model(attach, capsys):
+    watch = attach(CopiesItself(), recipe="observe")
+    assert "left out: the model (copies itself in its own way)" in capsys.readouterr().err
+    assert watch._recorder.session.facts["left_out"] == "the model (copies itself in its own way)"

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 from itertools import pairwise
 
 import pytest
 import torch
 from attach.stepped import OPTIMIZERS, Deep, adam, steps
-from torch import nn
+from torch import distributed, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
 
 from fp8watch.session import gradient_arrival
 from fp8watch.session.gradient_arrival import GradientArrival
@@ -74,8 +77,9 @@ def test_what_trainings_do_to_gradients_says_nothing(attach, way, micro):
     assert not watch.guard.errors
 
 
+@pytest.mark.parametrize("whole", ["", "layers.1.weight"], ids=["parts", "a whole one"])
 @pytest.mark.parametrize("of_weights", [True, False])
-def test_a_mask_of_pruned_weights_is_no_other_gradient_and_another_mask_is(attach, of_weights):
+def test_a_mask_of_pruned_weights_is_no_other_gradient_and_another_mask_is(attach, of_weights, whole):
     """Pruning in the middle of training: gradients of what is pruned are 0 from then on, and so are its weights."""
     model = Deep()
     watch = attach(model)
@@ -83,11 +87,13 @@ def test_a_mask_of_pruned_weights_is_no_other_gradient_and_another_mask_is(attac
         name: torch.rand(p.shape, generator=torch.Generator().manual_seed(1)) > 0.4
         for name, p in model.named_parameters()
     }
+    if whole:
+        masks[whole].zero_()
 
     @torch.no_grad()
     def prune(step):
         for name, p in model.named_parameters():
-            if step > ROUND and p.dim() == 2:
+            if step > ROUND and p.dim() == 2 and whole in name:
                 p.grad.mul_(masks[name] * 0.5)
                 if of_weights:
                     p.mul_(masks[name])
@@ -182,7 +188,12 @@ def noisy(model, _):
         p.grad.add_(torch.randn_like(p.grad), alpha=float(p.grad.std()))
 
 
-@pytest.mark.parametrize("fault", [lost, overwritten, flushed, noisy])
+def turned(model, _):
+    """As by an update that is subtracted where it is added: no clipping and no scale makes a gradient negative."""
+    model.layers[0].weight.grad.neg_()
+
+
+@pytest.mark.parametrize("fault", [lost, overwritten, flushed, noisy, turned])
 def test_another_gradient_than_backward_gave_is_told_with_its_parameter(attach, fault):
     model = Deep()
     watch, optimizer = attach(model), adam(model)
@@ -199,7 +210,9 @@ def test_another_gradient_than_backward_gave_is_told_with_its_parameter(attach, 
     said = news(watch)
     assert said[:begins] == [{}] * begins
     names = {k.removeprefix(GRADIENT_APART) for s in said for k in s if k.startswith(GRADIENT_APART)}
-    assert names == ({"layers.0.weight"} if fault is overwritten else {n for n, _ in model.named_parameters()})
+    assert names == (
+        {"layers.0.weight"} if fault in (overwritten, turned) else {n for n, _ in model.named_parameters()}
+    )
     off = [v for s in said for k, v in s.items() if k.startswith(GRADIENT_APART)]
     assert min(off) > 0.05
     assert (max(s.get(GRADIENTS_FLUSHED, 0.0) for s in said) > 0.3) == (fault is flushed)
@@ -207,7 +220,7 @@ def test_another_gradient_than_backward_gave_is_told_with_its_parameter(attach, 
     normal = [s.get(GRADIENTS_NORMAL) for s in said if large & set(s)]
     assert normal == [1.0 if fault is noisy else None] * len(normal)
     assert all(s.get(GRADIENTS_FEW) == (None if large & set(s) else 1.0) for s in said if GRADIENT_APART in str(s))
-    if fault is not overwritten:
+    if fault not in (overwritten, turned):
         assert GRADIENT_APART in str(said[begins])  # in the first such step
     assert not any(GRADIENTS_OTHER in s for s in said)
 
@@ -293,6 +306,36 @@ def test_that_no_gradient_could_be_held_against_another_is_said(attach, train, s
     assert told is None if said is None else (told.startswith(said) and told.endswith("(in the first 20 steps)"))
 
 
+HOOKS = {
+    None: "",
+    powerSGD_hook.powerSGD_hook: "powerSGD_hook",
+    powerSGD_hook.batched_powerSGD_hook: "batched_powerSGD_hook",
+    default_hooks.fp16_compress_wrapper(powerSGD_hook.powerSGD_hook): "PowerSGD",
+    default_hooks.fp16_compress_hook: "",
+    default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook): "",
+}
+"""And what is said of them."""
+
+
+@pytest.mark.parametrize(("hook", "said"), HOOKS.items())
+def test_what_a_communication_hook_compresses_is_held_against_nothing_and_that_is_said(
+    tmp_path, monkeypatch, hook, said
+):
+    """It begins to compress in the middle of a run, and then nothing adds up. What is summed in two bytes does."""
+    monkeypatch.setattr(gradient_arrival, "_shared_by", lambda: 2)
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = DistributedDataParallel(Deep())
+        if hook is not None:
+            model.register_comm_hook(powerSGD_hook.PowerSGDState(None) if said else None, hook)
+        arrival, optimizer = GradientArrival(model, Guard()), adam(model)
+        arrival.after(optimizer, looks=True)
+        assert arrival.has_turn is not bool(said)
+        assert arrival.unseen.startswith(f"{said} compresses them") if said else "compresses" not in arrival.unseen
+    finally:
+        distributed.destroy_process_group()
+
+
 def test_between_two_steps_no_parameter_has_a_hook_and_numbers_stay(attach):
     ends = []
     for watched in (True, False):
@@ -319,6 +362,19 @@ def test_a_watch_that_is_let_go_in_a_backward_leaves_no_hook(attach):
     assert any(p._backward_hooks for p in model.parameters())
     watch.detach()
     assert not any(p._backward_hooks for p in model.parameters())
+
+
+def test_an_optimizer_that_is_replaced_before_it_steps_leaves_no_hook(attach):
+    model = Deep()
+    watch, optimizer = attach(model), adam(model)
+    steps(model, optimizer, 3, after=lambda _: model.zero_grad())
+    model(torch.randint(64, (4, 16))).backward()
+    assert any(p._backward_hooks for p in model.parameters())
+    optimizer = adam(model)
+    gc.collect()
+    assert not any(p._backward_hooks for p in model.parameters())
+    steps(model, optimizer, 3)
+    assert not watch.guard.errors
 
 
 def test_a_large_model_has_several_turns_a_step(monkeypatch):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from attach.stepped import DIM, Deep, adam, steps
@@ -101,6 +103,25 @@ def test_no_hook_is_put_where_gradients_are_cleared_and_none_stays():
             assert bool(model.weight._backward_hooks) is not cleared
             end()
             assert not model.weight._backward_hooks
+
+
+def test_no_hook_stays_behind_its_optimizer_nor_where_it_is_known_that_nothing_stays():
+    model, guard = torch.nn.Linear(16, 16, bias=False), Guard()
+    for gone in (True, False):
+        optimizer, left = torch.optim.SGD(model.parameters()), GradientsLeft(model, guard)
+        model(torch.randn(4, 16)).sum().backward()
+        left.after(optimizer, looks=True)
+        left.backward_begins()
+        assert model.weight._backward_hooks
+        if gone:
+            del optimizer
+            gc.collect()
+        else:
+            model.weight.grad = None
+            model(torch.randn(4, 16)).sum().backward()
+        assert not model.weight._backward_hooks
+        left.stop()
+    assert not guard.errors
 
 
 def layers_stay(model, optimizer, num, *, frozen, out, at_step=10, before=None):

@@ -138,7 +138,7 @@ def test_it_is_measured_again_and_goes_down_when_it_was_unlucky_but_not_below_wh
     assert run.overhead.ratio == pytest.approx(0.02)
     (text,) = run.said
     assert text == (
-        "observing adds 2000 ms to a step of 100000 ms (2.0%); full statistics of a site come once in 20 steps, and what "
+        "observing adds at least 2000 ms to a step of 100000 ms (2.0%); full statistics of a site come once in 20 steps, and what "
         "breaks is seen in each"
     )
     run.steps(3 * AGAIN_STEPS, 0.001, 0.001)
@@ -154,7 +154,7 @@ def test_what_rarer_statistics_cannot_lower_is_said_too() -> None:
     assert run.overhead.every == 1
     (text,) = run.said
     assert text == (
-        "observing adds 28000 ms to a step of 100000 ms (28.0%); full statistics of a site come in each step; sites=, "
+        "observing adds at least 28000 ms to a step of 100000 ms (28.0%); full statistics of a site come in each step; sites=, "
         "windows= or a larger every= bring it nearer to overhead_budget=0.02"
     )
 

@@ -319,13 +319,15 @@ def test_what_comes_later_is_observed_again(attach, train):
         assert watch._recorder.facts["gemm_flops_observed"] == (0.5 if used == "a" else 1.0)
 
 
-def test_much_that_is_not_called_is_told_for_good_after_some_steps_and_untold_when_it_comes(attach):
+def test_much_that_is_not_called_is_told_for_good_after_some_steps_and_untold_when_it_comes(attach, capsys):
     model = nn.ModuleDict({"a": nn.Linear(K, K), "b": nn.Linear(K, K)})
     watch = attach(model, recipe="observe", overhead_budget=None)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(ALARM_AFTER_STEPS + 2):
         model["b" if step > ALARM_AFTER_STEPS else "a"](torch.randn(8, K)).sum().backward()
         optimizer.step()
+        if not step:
+            assert "announced as observed and sent nothing in the first step" in capsys.readouterr().err
         blind = watch._recorder.facts.get("blind", "")
         assert bool(blind) == (step in (ALARM_AFTER_STEPS - 1, ALARM_AFTER_STEPS))
         if blind:

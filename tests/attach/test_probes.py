@@ -398,3 +398,30 @@ def test_a_head_says_whether_what_broke_came_in(attach, breaks, told):
         watch.step()
         logs = watch._recorder.steps[step][3]
         assert logs.get("nonfinite_input/lm_head") == (told if step == 1 else None)
+
+
+class BaseTunerLayer:
+    """As peft's: its module hands the call on to what it holds, whose name it has."""
+
+    __module__ = "peft.tuners.tuners_utils"
+
+
+class Adapter(nn.Linear, BaseTunerLayer):
+    def __init__(self) -> None:
+        super().__init__(64, 64)
+        self.base_layer = nn.Linear(64, 64)
+
+    def forward(self, x):
+        return self.base_layer(x) + x @ (self.weight * 0.1)
+
+
+def test_an_adapter_that_is_a_linear_itself_takes_no_site_of_what_it_holds(attach):
+    model = nn.Sequential(Adapter(), nn.Tanh(), Adapter())
+    watch = attach(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        model(torch.randn(32, 64)).square().mean().backward()
+        optimizer.step()
+    sites = [key for key in watch._recorder.step(-1)[1] if key[0] == "0"]
+    assert {operand for _, operand, _ in sites} == {"input", "weight", "grad_output"}, "and no probe under its name"
+    assert not any(site.probed for site in watch._table if site.fqn in ("0", "2"))

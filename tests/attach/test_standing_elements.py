@@ -89,6 +89,16 @@ def test_elements_stand_where_a_nan_does_and_a_zero_has_its_sign(dtype):
     assert elements.are(read)
 
 
+def test_each_third_of_a_fused_tensor_is_met_within_a_few_turns():
+    """Queries, keys and values in one: what is written to one of them is no more rare for lying behind."""
+    fused = torch.arange(3 * 4096.0)
+    starts = [int(StandingElements([fused], WIDTH * turn).views[0][0]) for turn in range(400)]
+    assert {start // 4096 for start in starts[:4]} == {0, 1, 2}
+    met = {start + i for start in starts for i in range(WIDTH)}
+    assert len(met) > 0.95 * fused.numel()
+    assert max(met) < fused.numel()
+
+
 def logs(watch):
     begins = "optimizer/moments", "optimizer/weights", CHANGED, SECOND_ZERO, SECOND_LOOKED
     return [{k: v for k, v in logs.items() if k.startswith(begins)} for *_, logs, _ in watch._recorder.steps]

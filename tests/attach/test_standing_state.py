@@ -25,12 +25,14 @@ from fp8watch_agent.training_names import (
     SEES_AHEAD,
     WEIGHTS_CHANGED,
     WEIGHTS_LOOKED,
+    WEIGHTS_WHICH,
+    WRITTEN,
 )
 
 NAMES = (MOMENTS_CHANGED, MOMENTS_LOOKED, WEIGHTS_CHANGED, WEIGHTS_LOOKED)
 
 
-def logs(watch, begins=("optimizer/moments", "optimizer/weights", CHANGED)):
+def logs(watch, begins=("optimizer/moments", "optimizer/weights", CHANGED, WRITTEN)):
     return [{k: v for k, v in logs.items() if k.startswith(begins)} for *_, logs, _ in watch._recorder.steps]
 
 
@@ -95,6 +97,8 @@ def test_what_changes_between_two_steps_is_named_in_that_step_and_in_no_other(
         # 5 of 6 parameters are wide enough: the head's bias has 16 elements
         assert [steps[4][n] for n in NAMES] == [counts[0], 10, counts[1], 5]
         assert [n for n in steps[4] if n.startswith(CHANGED)] == ([CHANGED + first] if first else [])
+        written = [n.removeprefix(WRITTEN) for n in steps[4] if n.startswith(WRITTEN)]
+        assert written == (["up.weight"] if happens is one_weight else [])
     assert not watch.guard.errors
 
 
@@ -103,7 +107,8 @@ def test_an_element_is_found_where_its_turn_has_come(attach, mlp, train):
     train(mlp, TURN_STEPS + 3, optimizer=optimizer)
     optimizer.state[mlp.down.weight]["exp_avg"].view(-1)[5] += 1  # not looked at any more
     train(mlp, 1, optimizer=optimizer)
-    optimizer.state[mlp.down.weight]["exp_avg"].view(-1)[64 + 5] += 1
+    start = int(0.6180339887498949 * (mlp.down.weight.numel() - 63))  # in the second turn
+    optimizer.state[mlp.down.weight]["exp_avg"].view(-1)[start + 5] += 1
     train(mlp, 1, optimizer=optimizer)
     assert [bool(s) for s in logs(watch)][-2:] == [False, True]
 
@@ -208,33 +213,33 @@ def steps(mlp, optimizers, num):
 
 
 def test_what_two_optimizers_say_of_a_step_is_put_together(attach, mlp):
-    """A step ends with the first of them, so what the second says is of the step that follows: there both are said."""
+    """A step ends with the last of them: there both are said, and the first that says something names it."""
     watch, optimizers = attach(mlp), two_optimizers(mlp)
     steps(mlp, optimizers, 4)
-    for module, optimizer in ((mlp.down, optimizers[1]), (mlp.up, optimizers[0])):
-        optimizer.state[module.weight]["exp_avg"].view(-1)[5] += 1
+    first, second = (optimizers[0], mlp.up.weight), (optimizers[1], mlp.down.weight)
+    for changed in ((first, second), (second,), (first,)):
+        for optimizer, weight in changed:
+            optimizer.state[weight]["exp_avg"].view(-1)[5] += 1
         steps(mlp, optimizers, 1)
-    optimizers[0].state[mlp.up.weight]["exp_avg"].view(-1)[5] += 1
-    steps(mlp, optimizers, 1)
     said = logs(watch)
-    assert [s.get(MOMENTS_CHANGED) for s in said] == [None] * 5 + [2, 1]
-    named = [[n.removeprefix(CHANGED) for n in s if n.startswith(CHANGED)] for s in said[5:]]
-    assert named == [["exp_avg of down.weight"], ["exp_avg of up.weight"]]
+    assert [s.get(MOMENTS_CHANGED) for s in said] == [None] * 4 + [2, 1, 1]
+    named = [[n.removeprefix(CHANGED) for n in s if n.startswith(CHANGED)] for s in said[4:]]
+    assert named == [["exp_avg of up.weight"], ["exp_avg of down.weight"], ["exp_avg of up.weight"]]
     assert not watch.guard.errors
 
 
 def test_a_device_reports_both_optimizers_though_nothing_of_the_first_changed():
     """There a report comes in each step, whether anything changed or not."""
-    names = (MOMENTS_CHANGED, MOMENTS_WHICH, MOMENTS_LOOKED, WEIGHTS_CHANGED, WEIGHTS_LOOKED)
-    first, second = ([torch.tensor(n) for n in numbers] for numbers in ((2, 1, 10, 0, 5), (0, 10, 4, 1, 2)))
+    names = (MOMENTS_CHANGED, MOMENTS_WHICH, MOMENTS_LOOKED, WEIGHTS_CHANGED, WEIGHTS_WHICH, WEIGHTS_LOOKED)
+    first, second = ([torch.tensor(n) for n in numbers] for numbers in ((2, 1, 10, 0, 20, 5), (0, 10, 4, 1, 31, 2)))
     known = {}
     for report in (first, {}, second):
         merge(known, dict(zip(names, report, strict=False)))
-    assert [int(known[n]) for n in names] == [2, 1, 14, 1, 7]
+    assert [int(known[n]) for n in names] == [2, 1, 14, 1, 31, 7]
     known = {}
     for report in (second, first):
         merge(known, dict(zip(names, report, strict=True)))
-    assert [int(known[n]) for n in names] == [2, 1, 14, 1, 7]
+    assert [int(known[n]) for n in names] == [2, 1, 14, 1, 31, 7]
 
 
 @pytest.mark.parametrize("first", [torch.optim.SGD, torch.optim.AdamW])

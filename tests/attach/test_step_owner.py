@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import os
 import subprocess
@@ -17,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from fp8watch.observer.step_state import STUCK_AFTER_PASSES
 from fp8watch.session.step_optimizer import ASK_AGAIN, StepOwner
 from fp8watch_agent.record import StepStatus
+from fp8watch_agent.training_names import OPTIMIZER_BEGINS
 
 
 def model():
@@ -87,6 +89,51 @@ def test_megatron_leaves_the_copy_on_its_parameter(attach, capsys):
         optimizer.step()
     assert numbers(watch) == [0, 1, 2]
     assert "holds none" not in capsys.readouterr().err
+
+
+def test_the_next_model_of_a_notebook_is_no_copy_of_one_whose_step_is_open(attach, capsys):
+    """A cell is interrupted behind a backward, and the model and its optimizer are made anew; nothing detaches the old watch."""
+    old = model()
+    optimizer = torch.optim.AdamW(old.parameters())
+    watch = attach(old, recipe="observe")
+    for _ in range(3):
+        forward_backward(old)
+        optimizer.step()
+    forward_backward(old)
+    del optimizer
+    gc.collect()
+    new = model()
+    optimizer = torch.optim.AdamW(new.parameters())
+    for _ in range(5):
+        forward_backward(new)
+        optimizer.step()
+    assert numbers(watch) == [0, 1, 2]
+    assert "of their copies" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("how", ["unwatched", "watched", "smaller", "in turns"])
+def test_that_training_goes_on_with_a_copy_is_said_once(attach, capsys, how):
+    m = model()
+    watch, optimizer = attach(m, recipe="observe"), torch.optim.AdamW(m.parameters())
+    for _ in range(3):
+        forward_backward(m)
+        optimizer.step()
+    other = copy.deepcopy(m) if how != "smaller" else nn.Sequential(nn.Linear(64, 64)).bfloat16()
+    if how == "watched":
+        attach(other, recipe="observe", run="other")
+    going_on = torch.optim.AdamW(other.parameters())
+    for _ in range(STUCK_AFTER_PASSES + 4):
+        forward_backward(other)
+        going_on.step()
+        if how == "in turns":
+            forward_backward(m)
+            optimizer.step()
+    said = [line for line in capsys.readouterr().err.splitlines() if "attach to that one" in line]
+    assert len(said) == (how == "unwatched")
+    assert ("since step 3 nothing that is watched" in watch.summary()["steps"]) == (how == "unwatched")
+    forward_backward(m)
+    optimizer.step()
+    assert watch.summary()["steps"] == "ending"
 
 
 def test_an_optimizer_of_a_part_is_adopted_after_three_steps_and_numbers_go_on(attach, capsys):
@@ -355,3 +402,38 @@ def test_the_nested_backwards_of_reentrant_checkpointing_are_one(attach, capsys,
         optimizer.step()
     assert "no step has ended" not in capsys.readouterr().err
     assert numbers(watch) == [0, 1]
+
+
+@pytest.mark.parametrize("first", [1, 20], ids=["soon", "later"])
+@pytest.mark.parametrize("more", [False, True], ids=["the same", "more"])
+def test_an_optimizer_that_takes_over_ends_its_first_step_and_that_is_said(attach, first, more):
+    """The second stage of a training, while the optimizer of the first lives on. Before it is known who ends steps it waits for both."""
+    m = nn.Sequential(*model(), nn.Linear(64, 64).bfloat16())
+    watch = attach(m, recipe="observe")
+    stages = [torch.optim.AdamW(m[:2].parameters()), torch.optim.AdamW((m if more else m[:2]).parameters())]
+    for optimizer, num in zip(stages, (first, 6), strict=True):
+        for _ in range(num):
+            forward_backward(m)
+            optimizer.step()
+            optimizer.zero_grad()
+    sure = first > 1
+    assert len(numbers(watch)) == first + 6 - (not sure)
+    told = [int(h["step"]) for h, _, _, logs, _ in watch._recorder.steps if OPTIMIZER_BEGINS in logs]
+    assert told == ([first] if sure else [])
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["the same", "others"])
+def test_an_optimizer_that_is_added_beside_another_ends_its_steps_with_it(attach, shared):
+    """Both go on: however they share parameters, an update of the two is one step."""
+    m = model()
+    watch = attach(m, recipe="observe")
+    one, other = (torch.optim.SGD((m if shared else m[i]).parameters(), lr=1e-3) for i in range(2))
+    for step in range(30):
+        forward_backward(m)
+        if step >= 20 and not shared:
+            other.step()
+        one.step()
+        if step >= 20 and shared:
+            other.step()
+    assert len(numbers(watch)) == 30
+    assert not any(OPTIMIZER_BEGINS in logs for _, _, _, logs, _ in watch._recorder.steps)

@@ -9,7 +9,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounter
 from torch.utils.checkpoint import checkpoint
 
-from fp8watch.layers import own_gemms
+from fp8watch.layers import own_gemms, own_turns
 from fp8watch.selection.tied_heads import find_tied_heads
 from fp8watch.selection.wrappers import named_modules
 
@@ -188,12 +188,12 @@ def test_what_is_announced_and_never_multiplied_is_looked_for_a_few_times_and_to
     monkeypatch.setattr(own_gemms.GemmMode, "__enter__", lambda self: (entered.append(1), inner(self))[1])
     watch = attach(Never(), recipe="observe")
     train(watch._model, steps=7)
-    assert len(entered) == own_gemms.FORWARDS_IN_VAIN
+    assert len(entered) == own_turns.FORWARDS_IN_VAIN
     assert watch._recorder.facts["silent"] == "body.wte.tied_head (no product with it was recognised)"
 
 
 def test_after_the_first_steps_it_has_turns(attach, train, monkeypatch):
-    monkeypatch.setattr(own_gemms, "FIRST_STEPS", 2)
+    monkeypatch.setattr(own_turns, "FIRST_STEPS", 2)
     watch = attach(seeded(Tied), recipe="observe")
     train(watch._model, steps=18)
     looked = [("body.wte.tied_head", "output", "rowwise") in watch._recorder.step(i)[1] for i in range(18)]
@@ -221,3 +221,39 @@ def test_what_is_compiled_inside_stays_whole_and_a_compiled_model_says_that_it_i
     )
     assert watch.summary()["internal_errors"] == {}
     assert watch._recorder.facts["silent"].startswith("body.wte.tied_head (not called in eager code")
+
+
+class Positions(nn.Module):
+    """As of a vision tower: positions whose weight is read, to be added, beside a vocabulary."""
+
+    def __init__(self, num_words: int) -> None:
+        super().__init__()
+        self.words, self.table, self.up = nn.Embedding(num_words, 64), nn.Embedding(32, 64), nn.Linear(64, 64)
+
+    def forward(self, x):
+        words = self.words(torch.arange(len(x)) % 16)
+        return torch.relu(self.up(x + words + self.table.weight[: len(x)])).square().mean()
+
+
+@pytest.mark.parametrize("num_words", [16, 128])
+def test_positions_that_are_read_are_no_head_beside_a_vocabulary(attach, capsys, num_words):
+    attach(Positions(num_words), recipe="observe")
+    said = capsys.readouterr().err
+    assert ("table.tied_head" in said) is (num_words < 32)
+
+
+class Queries(nn.Module):
+    """As of DETR: learned queries, and no vocabulary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query_position_embeddings, self.up = nn.Embedding(32, 64), nn.Linear(64, 64)
+
+    def forward(self, x):
+        return torch.relu(self.up(x + self.query_position_embeddings.weight[: len(x)])).square().mean()
+
+
+def test_queries_that_are_read_are_no_head(attach, capsys):
+    watch = attach(Queries(), recipe="observe")
+    assert "tied_head" not in capsys.readouterr().err
+    assert watch._recorder.session.facts["gemm_flops_observed"] == 1.0

@@ -6,7 +6,8 @@ import copy
 
 import pytest
 import torch
-from torch.func import functional_call, grad, jacrev, jvp, vmap
+from torch.func import functional_call, grad, hessian, jacrev, jvp, vmap
+from torch.utils._pytree import tree_leaves
 
 pytestmark = pytest.mark.filterwarnings("error:There is a performance drop:UserWarning")
 
@@ -71,15 +72,16 @@ def test_weights_of_an_ensemble_are_looked_at_one_by_one(attach, chain):
     assert row["amax_max"] == 3 * one["0.weight"].abs().max()
 
 
+class Scored(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(64, 64)
+
+    def forward(self, x):
+        return self.layer(x).pow(2).mean()
+
+
 def test_a_loss_of_each_sample_is_noted_as_their_mean(attach):
-    class Scored(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = torch.nn.Linear(64, 64)
-
-        def forward(self, x):
-            return self.layer(x).pow(2).mean()
-
     model, x = Scored(), batch()
     watch = attach(model, recipe="observe")
     _, losses = vmap(torch.func.grad_and_value(lambda p, z: functional_call(model, p, (z,))), (None, 0))(held(model), x)
@@ -96,6 +98,56 @@ def test_a_jacobian_of_the_fp8_path_is_that_of_its_rows(attach, chain):
         z = x.clone().requires_grad_()
         want.append(torch.autograd.grad(chain(z)[0, i], z)[0])
     assert torch.equal(got[0].reshape(-1, 64), torch.cat(want))
+
+
+def hessian_of_the_input(model, x):
+    return hessian(lambda z: loss_of(model)(held(model), z))(x[0, :1, :8].repeat(1, 8))
+
+
+def hessian_of_a_parameter(model, x):
+    return hessian(lambda b: loss_of(model)({**held(model), "0.bias": b}, x))(held(model)["0.bias"])
+
+
+def tangent_of_a_gradient(model, x):
+    return jvp(lambda p: grad(loss_of(model))(p, x), (held(model),), (held(model),))
+
+
+def tangents_of_samples(model, x):
+    return vmap(lambda z: jvp(grad(lambda y: loss_of(model)(held(model), y)), (z,), (z,)))(x)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # of torch's own rules of forward mode
+@pytest.mark.parametrize(
+    "way", [hessian_of_the_input, hessian_of_a_parameter, tangent_of_a_gradient, tangents_of_samples]
+)
+def test_forward_mode_over_gradients_is_that_of_the_model(attach, chain, way):
+    chain[1].inplace = True
+    want = tree_leaves(way(copy.deepcopy(chain), batch()))
+    watch = attach(chain, recipe="observe")
+    got = tree_leaves(way(chain, batch()))
+    watch.step()
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    assert "observe" not in watch.guard.errors
+    assert {operand for _, operand, _ in rows_of(watch, 0)} >= set(GEMMS)
+
+
+@pytest.mark.parametrize("shape", [(0, 64), (0, 4, 64), (0, 2, 4, 64)], ids=str)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_of_no_samples_there_is_nothing_and_no_loss(attach, shape, compiled):
+    model = Scored()
+    watch = attach(model, recipe="observe")
+    transform = vmap(grad(lambda p, z: functional_call(model, p, (z,))), in_dims=(None, 0))
+    run = torch.compile(transform, backend="aot_eager") if compiled else transform
+    got = run(held(model), torch.randn(shape))
+    watch.step()
+    assert {name: g.shape for name, g in got.items()} == {name: (0, *p.shape) for name, p in held(model).items()}
+    assert watch._recorder.losses() == [None]
+    assert not watch.guard.errors
+
+
+def test_a_jacobian_of_nothing_is_empty_on_the_fp8_path_too(attach, chain):
+    attach(chain)
+    assert jacrev(lambda z: chain(z).flatten()[:0])(batch()[0]).shape == (0, 4, 64)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # of torch's own rules of forward mode

@@ -17,7 +17,7 @@ import torch
 
 import fp8watch
 import fp8watch_agent
-from fp8watch.layers.module_hooks import LossHook
+from fp8watch.layers.module_hooks import ForwardBegins, LossHook
 from fp8watch.observer.site_rows import INPUT
 from fp8watch.quantize.site_quantizer import SiteQuantizer
 from fp8watch.session import step_boundary
@@ -51,6 +51,7 @@ def test_an_operand_crosses_few_files(tmp_path, monkeypatch) -> None:
     # those of other tests would be told too
     monkeypatch.setattr(step_boundary, "_watches", weakref.WeakValueDictionary())
     monkeypatch.setattr(LossHook, "_see_inputs", lambda *_: None)  # of the model: once a pass, and no operand's way
+    monkeypatch.setattr(ForwardBegins, "__call__", lambda *_: None)
     model, x = torch.nn.Sequential(torch.nn.Linear(256, 256)), torch.randn(256, 256)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     try:

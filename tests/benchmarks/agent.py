@@ -11,9 +11,9 @@ from functools import partial
 
 import numpy as np
 import torch
+
 from benchmarks import table
 from benchmarks.linear import attached
-
 from fp8watch.demo.model import ByteModel
 from fp8watch.demo.text import batches, load_text
 from fp8watch_agent import wire

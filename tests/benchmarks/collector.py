@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
-from benchmarks import store
-from benchmarks.table import machine, table, write
 from collector.kit import Serving
 from support import database
 
+from benchmarks import store
+from benchmarks.table import machine, table, write
 from fp8watch_agent.wire import Batch, decode_batch
 from fp8watch_server.app import _detection
 from fp8watch_server.db.dialect import parse_url, writing

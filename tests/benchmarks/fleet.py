@@ -21,9 +21,9 @@ from urllib.parse import quote
 
 import httpx
 import sqlalchemy as sa
+
 from benchmarks.collector import cpu_s, pending
 from benchmarks.queued import Setup, num_stored, standing
-
 from fp8watch_server.db import schema as t
 from fp8watch_server.db.dialect import make_engine, parse_url
 from fp8watch_server.load.fleet import Fleet, FleetPlan, FleetReport

@@ -18,9 +18,8 @@ from torch import nn
 
 sys.path[:0] = [str(Path(__file__).parents[2] / part) for part in (".", "agent", "server", "tests")]
 
-from benchmarks.operating_point import refuse_other_settings  # noqa: E402
-
 import fp8watch  # noqa: E402
+from benchmarks.operating_point import refuse_other_settings  # noqa: E402
 from fp8watch.demo.model import ByteModel  # noqa: E402
 from fp8watch.demo.text import batches, load_text  # noqa: E402
 from fp8watch.recipe import Recipe, blockwise, nvfp4  # noqa: E402

@@ -17,11 +17,11 @@ import torch
 
 sys.path[:0] = [str(Path(__file__).parents[2] / part) for part in (".", "agent", "server", "tests")]
 
-from benchmarks.operating_point import refuse_other_settings  # noqa: E402
 from proving.families import build  # noqa: E402
 
 import fp8watch  # noqa: E402
 import fp8watch.session.start as start_module  # noqa: E402
+from benchmarks.operating_point import refuse_other_settings  # noqa: E402
 from fp8watch_agent.health import Health  # noqa: E402
 from fp8watch_agent.record import Measured  # noqa: E402
 

@@ -15,9 +15,9 @@ import time
 from collections.abc import Callable
 
 import torch
-from benchmarks.table import machine, table, write
 from torch import nn
 
+from benchmarks.table import machine, table, write
 from fp8watch.kernels import scaled_mm, triton
 from fp8watch.kernels.scaled_mm import Codes
 from fp8watch.numerics.formats import E4M3

@@ -21,8 +21,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import sqlalchemy as sa
-from benchmarks import store, table
 
+from benchmarks import store, table
 from fp8watch_agent.wire import decode_batch
 from fp8watch_server.db import embedded
 from fp8watch_server.db import schema as t

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from benchmarks.table import machine, table, write
 from collector.kit import served
 
+from benchmarks.table import machine, table, write
 from fp8watch_agent.joined import JOINED_CONTENT_TYPE, JOINED_PATH, join_bodies
 from fp8watch_agent.wire import BATCH_CONTENT_TYPE
 from fp8watch_server.app import create_app

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from benchmarks import table
 
+from benchmarks import table
 from fp8watch.kernels import cpu_call, cpu_compiler, cpu_library, cpu_width
 from fp8watch.kernels.registry import available, resolve
 from fp8watch.numerics.formats import E4M3

@@ -17,11 +17,11 @@ from unittest import mock
 
 import numpy as np
 import torch
+
 from benchmarks import table
 from benchmarks.agent import lightened
 from benchmarks.linear import attached
 from benchmarks.store import Database
-
 from fp8watch.demo.model import ByteModel
 from fp8watch.demo.text import batches, load_text
 from fp8watch_agent import wire

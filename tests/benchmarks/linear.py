@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from benchmarks import table
-from benchmarks.own_time import in_own_time
 from torch import nn
 
 import fp8watch
+from benchmarks import table
+from benchmarks.own_time import in_own_time
 from fp8watch.demo.model import ByteModel
 from fp8watch.demo.text import batches, load_text
 from fp8watch.kernels.registry import available

@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from benchmarks.operating_point import refuse_other_settings
 from torch import Tensor, nn
 
 import fp8watch
+from benchmarks.operating_point import refuse_other_settings
 from fp8watch.demo.model import ByteModel
 from fp8watch.diagnose import loss_impact, what_if
 from fp8watch.diagnose.diagnosis_copy import DiagnosisCopy

@@ -18,12 +18,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from benchmarks import table
 from pages import travelling
 from pages.collector import make_app, serving
 from pages.many_runs import fill
 from playwright.sync_api import Browser, sync_playwright
 from support.database import KINDS, fresh_database
+
+from benchmarks import table
 
 NUM_RUNS, NUM_INCIDENTS = 10_000, 5_000
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]

@@ -16,10 +16,10 @@ from contextlib import redirect_stderr
 from io import StringIO
 
 import torch
-from benchmarks import table
-from benchmarks.own_time import in_own_time
 
 import fp8watch
+from benchmarks import table
+from benchmarks.own_time import in_own_time
 from fp8watch.demo.model import ByteModel
 from fp8watch.demo.text import batches, load_text
 from fp8watch.session.overhead_budget import EARLY_STEPS

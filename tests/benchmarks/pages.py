@@ -18,10 +18,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks import table
-from benchmarks.store import Database, groups, ingest, register
 from playwright.sync_api import Browser, BrowserContext, sync_playwright
 
+from benchmarks import table
+from benchmarks.store import Database, groups, ingest, register
 from fp8watch.demo.collector import running_collector
 from fp8watch_server.load.stream import LoadPlan
 from fp8watch_server.store import commit

@@ -25,8 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
-from benchmarks import store, table
 
+from benchmarks import store, table
 from fp8watch_agent.record import FIELDS, HISTOGRAMS
 from fp8watch_server.load.model import traits_of
 from fp8watch_server.load.stream import LoadPlan, RankStream

@@ -18,13 +18,13 @@ from pathlib import Path
 
 import httpx
 import sqlalchemy as sa
-from benchmarks.collector import cpu_s, pending, postgresql_cpu_s
-from benchmarks.table import machine, table, write
 from cluster.kit import worker_process
 from cluster.nats_servers import Cluster, Node, free_ports
 from collector.kit import Serving
 from support import database
 
+from benchmarks.collector import cpu_s, pending, postgresql_cpu_s
+from benchmarks.table import machine, table, write
 from fp8watch_server.db import schema as t
 from fp8watch_server.db.dialect import make_engine
 from fp8watch_server.load.drive import LoadReport, run_load

@@ -18,7 +18,6 @@ import time
 from pathlib import Path
 
 from benchmarks import table
-
 from fp8watch.session.overhead_budget import EARLY_STEPS
 
 ROUND = 8  # steps in one turn
@@ -29,9 +28,9 @@ CASES = ("no observer", "collector up", "refused", "blackholed", "1 B/s", "429")
 def child() -> None:
     """Train as told. The model, the data and the seed are the same in every case."""
     import torch
+
     from benchmarks.linear import attached
     from benchmarks.own_time import in_own_time
-
     from fp8watch.demo.model import ByteModel
     from fp8watch.demo.text import batches, load_text
 

@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 import psutil
 import sqlalchemy as sa
-from benchmarks import table
 
+from benchmarks import table
 from fp8watch_agent.record import FIELDS, HISTOGRAMS, Site
 from fp8watch_agent.wire import Batch, decode_batch
 from fp8watch_server.db import embedded, migrations

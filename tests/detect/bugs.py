@@ -104,6 +104,20 @@ MODES = [
         "tests/detect/test_faint_tiles.py::test_a_smallest_tile_that_comes_back_by_chance_is_not_dying[by-chance]",
     ),
     Bug(
+        "a-smallest-tile-that-is-another-then-is-dying",
+        "dying_tile.detector:Dying.observe",
+        "falls & goes_on & ~(change >= SLOW_RISE_OCTAVES).any(axis=1)",
+        "falls & goes_on",
+        "tests/detect/test_faint_tiles.py::test_a_smallest_tile_that_falls_and_is_another_then_is_not_dying[by-chance]",
+    ),
+    Bug(
+        "a-smallest-tile-that-settles-is-dying",
+        "dying_tile.detector:Dying.observe",
+        "falls & goes_on & ~",
+        "falls & ~",
+        "tests/detect/test_faint_tiles.py::test_gradients_that_settle_behind_a_change_of_the_data_are_not_dying",
+    ),
+    Bug(
         "chance-is-not-waited-for",
         "dying_tile.detector:Dying.observe",
         "& (self._recent.count >= KNOWN)",
@@ -279,6 +293,20 @@ MODES = [
         _scenario("optimizer-divergence"),
     ),
     Bug(
+        "growth across weights that something else wrote",
+        "optimizer_divergence.detector:Divergence.observe",
+        "            self._steps = []\n            self._amax.forget()\n",
+        "            pass\n",
+        "tests/detect/test_divergence.py::test_growth_across_weights_that_something_else_wrote_is_none_of_the_optimizers",
+    ),
+    Bug(
+        "what writes weights all the time is part of the updates",
+        "optimizer_divergence.detector:Divergence._notice_written",
+        "last is None or self._num_steps - last > GROWTH_STEPS",
+        "True",
+        "tests/detect/test_divergence.py::test_growth_across_weights_that_something_else_wrote_is_none_of_the_optimizers",
+    ),
+    Bug(
         "bad-batch",
         "loss_jump:LossJumps._begins",
         "        far = max(ctx.limit.loss_jump_sigma",
@@ -295,13 +323,13 @@ MODES = [
     Bug(
         "a weight that stays while all others leap",
         "families.corruption:Corruption.observe",
-        "known & (own > need) & (apart_from_all > need)",
+        "known & (np.abs(move - usual) > need) & (apart_from_all > need)",
         "known & (apart_from_all > need)",
         "tests/detect/test_divergence.py::test_a_weight_that_stays_where_it_is_while_all_others_leap_is_not_corrupted",
     ),
     Bug(
         "after a jump of the LR all weights scatter",
-        "families.corruption:Corruption.observe",
+        "families.corruption:_apart_from_all",
         "SIGMA * MAD_TO_SIGMA * float(",
         "0.01 * MAD_TO_SIGMA * float(",
         "tests/detect/test_divergence.py::test_after_a_jump_of_the_lr_no_weight_is_called_corrupted",
@@ -361,6 +389,13 @@ MODES = [
         "            made = view.facts(int(i)).gemm in READS and",
         "            made = view.facts(int(i)).gemm not in READS and",
         _scenario("kernel-output-fault"),
+    ),
+    Bug(
+        "what a router made of what was finite is its own",
+        "families.nonfinite:_given_finite",
+        "bool(given) and not view.nonfinite[given].any()",
+        "False",
+        "tests/detect/test_reports.py::test_what_a_router_made_of_what_was_finite_is_its_own",
     ),
     Bug(
         "what entered a head was not made by its GEMM",

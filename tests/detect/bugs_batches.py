@@ -8,6 +8,62 @@ BATCHES = "tests/detect/test_batches.py"
 
 OF_BATCHES = [
     Bug(
+        "frozen weights that were written are told",
+        "frozen_weights:FrozenWeights.observe",
+        "return [found]",
+        "return []",
+        "tests/detect/test_frozen_weights.py::test_frozen_weights_that_were_written_are_told_once_with_the_steps_between",
+    ),
+    Bug(
+        "frozen weights that were written together are told together",
+        "frozen_weights:FrozenWeights._look",
+        "self._until = step + HOLD_STEPS",
+        "self._until = step",
+        "tests/detect/test_frozen_weights.py::test_frozen_weights_that_were_written_are_told_once_with_the_steps_between",
+    ),
+    Bug(
+        "a weight that begins to train was not written",
+        "frozen_weights:FrozenWeights._look",
+        "written = stands & waits",
+        "written = known & waits",
+        "tests/detect/test_frozen_weights.py::test_weights_that_begin_to_train_or_do_are_not_said_to_be_written",
+    ),
+    Bug(
+        "a weight that is trained was not written",
+        "frozen_weights:FrozenWeights._look",
+        " & ~_trained(ctx)",
+        "",
+        "tests/detect/test_frozen_weights.py::test_weights_that_begin_to_train_or_do_are_not_said_to_be_written",
+    ),
+    Bug(
+        "a weight is known to stand before it is written",
+        "frozen_weights:FrozenWeights._look",
+        "(self._same >= STOOD)",
+        "(self._same >= 0)",
+        "tests/detect/test_frozen_weights.py::test_a_weight_that_was_not_known_to_stand_says_nothing",
+    ),
+    Bug(
+        "weights that were written are told between the closest looks",
+        "frozen_weights:FrozenWeights._finding",
+        "int(self._from[hit].max()), int(self._to[hit].min())",
+        "int(self._from[hit].min()), int(self._to[hit].max())",
+        "tests/detect/test_frozen_weights.py::test_frozen_weights_that_were_written_are_told_once_with_the_steps_between",
+    ),
+    Bug(
+        "the first weight that was written is told",
+        "optimizer_state:OptimizerState._weights",
+        "n.startswith(WRITTEN)",
+        "False",
+        "tests/detect/test_training_setup.py::test_the_first_weight_that_was_written_is_named",
+    ),
+    Bug(
+        "one weight that was written has a place",
+        "optimizer_state:OptimizerState._weights",
+        ' if changed == 1 else ""',
+        ' if changed == 0 else ""',
+        "tests/detect/test_training_setup.py::test_the_first_weight_that_was_written_is_named",
+    ),
+    Bug(
         "batches that come again",
         "repeated:RepeatedBatches._is_news",
         "max(ctx.limit.repeated_steps,",
@@ -263,6 +319,13 @@ OF_TRAINING = [
         "self._largest > self._lost",
         "self._largest < self._lost",
         f"{SETUP}::test_gradients_beyond_what_they_were_clipped_to_are_the_optimizers",
+    ),
+    Bug(
+        "another stage of training that does not clip",
+        "training_setup:TrainingSetup._clipping",
+        "self._since == self._begun",
+        "False",
+        f"{SETUP}::test_another_stage_of_training_that_does_not_clip_is_information",
     ),
     Bug(
         "clipping that comes back is not lost",

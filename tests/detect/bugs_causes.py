@@ -5,6 +5,7 @@ from __future__ import annotations
 from support.planted import Bug
 
 D, INCIDENTS = "server/fp8watch_server/detect", "server/fp8watch_server/incidents"
+CAUSE = "tests/detect/test_told_by_its_cause.py::test"
 FIRST = "tests/detect/test_what_came_first.py"
 REJUDGED = "tests/incidents/test_rejudged.py"
 WORDS = "tests/incidents/test_nothing_measured.py::test_no_claim_is_made_about_what_was_not_measured"
@@ -13,15 +14,15 @@ CAUSES = [
     Bug(
         "a loss that jumps asks for the learning rate",
         "loss_jump:LossJumps._begins",
-        "            lr=leap if risen is not None and step - LR_BEFORE <= risen else None,\n",
-        "            lr=None,\n",
+        "        lr = leap if risen is not None and step - LR_BEFORE <= risen else None\n",
+        "        lr = None\n",
         f"{FIRST}::test_a_learning_rate_that_leaps_right_before_the_loss_is_the_cause_though_no_weight_was_measured",
     ),
     Bug(
         "a learning rate that leaped long before is no cause",
         "loss_jump:LossJumps._begins",
-        "            lr=leap if risen is not None and step - LR_BEFORE <= risen else None,\n",
-        "            lr=leap,\n",
+        "        lr = leap if risen is not None and step - LR_BEFORE <= risen else None\n",
+        "        lr = leap\n",
         f"{FIRST}::test_a_learning_rate_that_leaped_long_before_is_not_blamed_for_a_batch",
     ),
     Bug(
@@ -186,6 +187,20 @@ CAUSES = [
         "tests/incidents/test_fold.py::test_one_long_gap_between_samples_keeps_no_incident_open",
     ),
     Bug(
+        "a learning rate leaps from where it stood",
+        "lr_schedule:Schedule.observe",
+        'float(f"{last:.6g}")',
+        "usual",
+        f"{CAUSE}_an_lr_that_leaps_under_a_schedule_leaped_from_where_it_stood",
+    ),
+    Bug(
+        "the rate before a leap is that of the step before",
+        "lr_schedule:Schedule.lr_before",
+        "or self.last_leap is None else self.last_leap[1]",
+        "or True else None",
+        f"{CAUSE}_an_lr_that_leaps_under_a_schedule_leaped_from_where_it_stood",
+    ),
+    Bug(
         "of two leaps of the learning rate the last counts",
         "lr_schedule:Schedule.observe",
         "(self.jump_step is None or leap):",
@@ -209,15 +224,50 @@ CAUSES = [
     Bug(
         "a jump that was left to others does not begin again",
         "loss_jump:LossJumps.observe",
-        "self._left = not told and not back",
-        "self._left = False",
+        "self._calm = not told and not back, bool(told)",
+        "self._calm = False, bool(told)",
         f"{FIRST}::test_inputs_that_are_larger_behind_the_first_gemm_are_no_matter_of_the_data",
+    ),
+    Bug(
+        "a loss that comes back behind a jump that was told is that one",
+        "loss_jump:LossJumps._begins",
+        "        if self._goes_on and lr is None and loss - usual <= HIGHER * self._height:\n            return None\n",
+        "",
+        f"{FIRST}::test_a_loss_that_decays_from_a_jump_is_no_bad_batch_on_its_way",
+    ),
+    Bug(
+        "a loss that is most of the way back is not back",
+        "loss_jump:_finding",
+        "back and then > jump.usual + 3 * jump.spread",
+        "False",
+        f"{FIRST}::test_a_loss_that_is_most_of_the_way_back_is_not_of_one_batch",
+    ),
+    Bug(
+        "a jump that is higher by far is another",
+        "loss_jump:LossJumps._begins",
+        " and loss - usual <= HIGHER * self._height",
+        "",
+        f"{FIRST}::test_a_batch_that_is_worse_by_far_is_told_while_a_jump_goes_on",
+    ),
+    Bug(
+        "one dip is no end of a jump",
+        "loss_jump:LossJumps._begins",
+        "self._calm >= CALM",
+        "self._calm >= 1",
+        f"{FIRST}::test_a_loss_that_decays_from_a_jump_is_no_bad_batch_on_its_way",
+    ),
+    Bug(
+        "a loss that took five steps to come back is not of one batch",
+        "bad_batch.words:words",
+        "(took is None or took <= ONE_BATCH_STEPS)",
+        "True",
+        f"{FIRST}::test_a_loss_that_takes_its_time_to_come_back_is_not_of_one_batch",
     ),
     Bug(
         "a loss that came back may jump again",
         "loss_jump:LossJumps._begins",
-        "            self._left = False\n",
-        "",
+        "                self._left = self._goes_on = False\n",
+        "                pass\n",
         f"{FIRST}::test_a_loss_that_came_back_and_jumps_again_is_told",
     ),
     Bug(

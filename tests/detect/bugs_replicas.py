@@ -58,7 +58,7 @@ OF_REPLICAS = [
     ),
     Bug(
         "weights that are equal behind each average",
-        "replica_consistency:Agreement._hashes",
+        "replica_consistency:Agreement._are_kept_equal",
         "self._num_differed += int(np.count_nonzero(differ))",
         "pass",
         _ONE,
@@ -73,19 +73,23 @@ OF_REPLICAS = [
     Bug(
         "a part got the sum of its own gradients",
         "gradient_sketches:parts_of",
-        "apart(said.got[part[0]], said.given[part].sum(axis=0)) > SAME",
+        "apart(said.got[first], said.given[part].sum(axis=0)) > SAME",
         "False",
         _WHOSE,
     ),
     Bug(
         "a rank that is left out is no part",
         "gradient_sketches:parts_of",
-        "if len({len(part) for part in parts}) > 1:",
+        "if len({len(part) for part in parts.values()}) > 1:",
         "if False:",
         _WHOSE,
     ),
     Bug(
-        "gradients that are alike", "gradient_sketches:parts_of", "apart(g, said.given[0]) < DIFFERENT", "False", _ALIKE
+        "gradients that are alike",
+        "gradient_sketches:parts_of",
+        "np.triu(_apart_of_each(said.given) < DIFFERENT, 1).any()",
+        "False",
+        _ALIKE,
     ),
     Bug(
         "gradients of zeros",
@@ -100,6 +104,41 @@ OF_REPLICAS = [
         "if any(rank not in self._part for rank in ranks):",
         "if False:",
         _KNOWN,
+    ),
+    Bug(
+        "weights that are kept equal no more",
+        "replica_consistency:Agreement._are_kept_equal",
+        "most or self._kept_equal",
+        "most",
+        f"{_T}::test_weights_that_something_else_kept_equal_and_does_no_more_stay_told",
+    ),
+    Bug(
+        "a first look that tells nothing",
+        "gradient_sketches:GradientParts.waits",
+        "self._num_waited < WAIT_STEPS",
+        "False",
+        f"{_T}::test_a_first_look_that_tells_nothing_makes_no_page",
+    ),
+    Bug(
+        "looks that never tell anything",
+        "gradient_sketches",
+        "WAIT_STEPS = 16\n",
+        "WAIT_STEPS = 10**9\n",
+        f"{_T}::test_where_no_look_ever_tells_weights_that_differ_are_told_all_the_same",
+    ),
+    Bug(
+        "no replicas in the next attempt either",
+        "replica_consistency:Agreement.session",
+        "self._kept_equal = self._told_parts = False",
+        "self._kept_equal = False",
+        f"{_T}::test_ranks_that_are_no_replicas_in_the_next_attempt_either_are_told_again",
+    ),
+    Bug(
+        "which rank is named",
+        "replica_consistency:Agreement._hashes",
+        "sorted(sorted(ranks[i] for i in group) for group in groups)",
+        "[[ranks[i] for i in group] for group in groups]",
+        f"{_T}::test_which_rank_is_named_does_not_hang_on_who_came_first",
     ),
     Bug("sessions that begin anew", "gradient_sketches:GradientParts.forget", "self._part.clear()", "", _KNOWN),
 ]

@@ -21,6 +21,13 @@ OF_UPDATES = [
         f"{UPDATES}::test_gradients_that_always_were_others_are_one_incident_however_seldom_they_are_looked_at",
     ),
     Bug(
+        "a parameter has its own name, whoever shares it",
+        "gradient_sketches:name_of",
+        "name if group and first.isdecimal() else parameter",
+        "parameter",
+        f"{SUMS}::test_of_processes_that_share_some_gradients_the_one_that_is_missing_is_told_with_the_parameters_own_name",
+    ),
+    Bug(
         "what never added up is no sum",
         "gradient_sums:GradientSums._is_news",
         "RIGHT_TIMES * before",

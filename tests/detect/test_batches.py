@@ -172,6 +172,8 @@ def test_a_mask_that_is_dropped_and_a_source_of_noise_are_information() -> None:
     assert (incident.mode, incident.severity) == ("bad-batch", "info")
     assert abs(incident.first.onset - AT) <= 1
     assert "The attention mask covers less since step" in title
+    why = explain(incident.first, t.facts).cause
+    assert f" and stood there up to step {incident.first.step}: " in why, "nothing is said of the steps behind it"
     t = made()
     t.logs[CONCENTRATION][AT:] *= 0.7
     assert "Tokens are more evenly spread" in the_one(t)[1]
@@ -227,7 +229,7 @@ def test_weights_that_stand_still_are_named_while_the_others_move() -> None:
     incident, title, _ = the_one(t)
     assert (incident.mode, incident.severity, incident.first.onset) == ("dead-layer", "warning", AT)
     assert incident.first.step == AT + 4
-    assert title == f"The weight of {t.sites[0].module} stands still since step 80: updates are not written back"
+    assert title == f"The weight of {t.sites[0].module} stands still since step 80: updates do not reach it"
 
 
 def standing_hashes() -> np.ndarray:
@@ -357,7 +359,7 @@ def test_where_one_operand_serves_both_gemms_it_is_information() -> None:
     stand(t, (t.sites[0].module,))
     [incident] = incidents(t)
     assert (incident.mode, incident.severity) == ("dead-layer", "info")
-    assert "frozen, or updates are not written back" in explain(incident.named, t.facts).title
+    assert "frozen, or updates do not reach " in explain(incident.named, t.facts).title
 
 
 def test_a_norm_that_doubles_behind_the_backward_pass_is_told_apart() -> None:

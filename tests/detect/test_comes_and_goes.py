@@ -12,6 +12,7 @@ from detect.light import lightly
 from detect.trace import Trace, healthy
 
 from fp8watch_server.detect.engine import DetectionEngine
+from fp8watch_server.detect.statistics import Statistics
 
 FC2, IDLE = "layers.1.mlp.down_proj", -12.0
 EARLY = (20, 25, 33, 34, 35, 40)
@@ -47,6 +48,11 @@ def told(*traces: Trace, cut: int | None = None, before: bool = False, each: int
 @pytest.mark.parametrize("last", [range(50, 70), range(140, 160), range(54, 57)], ids=["soon", "much-later", "briefly"])
 def test_an_expert_that_gets_tokens_again_has_no_outlier(last: range) -> None:
     assert told(with_tokens([*EARLY, *range(43, 49), *last])) == []
+
+
+def test_nor_has_it_where_each_second_step_is_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Statistics, "_is_sampled", lambda self, _: self.num_steps % 2 == 1)
+    assert told(with_tokens([*EARLY, *range(43, 49), *range(140, 160)])) == []
 
 
 @pytest.mark.parametrize("each", [1, 8])
@@ -120,7 +126,7 @@ def test_what_leaped_once_or_twice_in_a_warm_up_is_no_level() -> None:
 def test_growth_that_goes_on_is_no_level() -> None:
     """An outlier of the warm-up that has not come back since, and leaps once more behind it."""
     t = healthy(3, 160)
-    t.grow(t.mask(FC2, "input"), np.where(t.steps["step"] >= 44, 10.0, 0.0))
+    t.grow(t.mask("mlp.down_proj", "input"), np.where(t.steps["step"] >= 44, 10.0, 0.0))
     assert [i.first.onset for i in told(t)] == [50]
 
 
@@ -142,3 +148,16 @@ def test_a_loss_that_jumps_while_an_expert_gets_tokens_again_is_told() -> None:
     engine = DetectionEngine(trace.facts)
     found = [f for b in trace.batches() for f in engine.observe(b)]
     assert "bad-batch" in {i.mode for i in fold(found, trace.facts)}
+
+
+@pytest.mark.parametrize("layers", [("layers.1",), ("layers.0", "layers.1", "layers.2")], ids=["one", "all"])
+def test_what_comes_and_goes_from_the_warm_up_on_is_an_outlier_in_one_layer_alone(layers: tuple[str, ...]) -> None:
+    """Garbage in each fifth step is no expert: its like have nothing of it. Where all come to as much it is how they are."""
+    t = healthy(3, 260)
+    for layer in layers:
+        t.grow(t.mask(f"{layer}.mlp.down_proj", "input"), np.where(t.steps["step"] % 5 == 0, 9.0, 0.0))
+    got = told(t)
+    assert bool(got) is (len(layers) == 1)
+    if got:
+        assert got[0].first.onset <= 65
+        assert got[-1].last_step >= 250

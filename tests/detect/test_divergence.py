@@ -6,8 +6,13 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from detect.folded import fold
 from detect.healthy_run import Run
+from detect.play import play
+from detect.scenarios import Case
+from detect.trace import healthy
 
+from fp8watch_agent.training_names import WEIGHTS_CHANGED, WEIGHTS_LOOKED
 from fp8watch_server.detect import statistics
 from fp8watch_server.detect.engine import DetectionEngine
 from fp8watch_server.detect.finding import Finding
@@ -139,3 +144,25 @@ def test_a_weight_that_stays_where_it_is_while_all_others_leap_is_not_corrupted(
     assert "silent-data-corruption" not in moved_by(128, lambda step, rng: stays * (step == 122), 0)
     leaps = np.r_[0.4, np.full(13, 0.0)]
     assert moved_by(128, lambda step, rng: leaps * (step == 122), 0) == {"silent-data-corruption"}
+
+
+@pytest.mark.parametrize("by", [1, 5], ids=["by ones", "by fives"])
+@pytest.mark.parametrize(
+    ("each", "alarms"), [(20, False), (2, True), (None, True)], ids=["now and then", "always", "nobody"]
+)
+def test_growth_across_weights_that_something_else_wrote_is_none_of_the_optimizers(
+    each: int | None, alarms: bool, by: int
+) -> None:
+    """As the outer step of local SGD does each 20 steps, with a momentum of its own. What writes in nearly each step is part of the
+    updates."""
+    trace = healthy(5, 160, 1, recipe="blockwise", power_2_scale=True)
+    steps = np.arange(trace.num_steps)
+    trace.grow(trace.mask(operand="weight"), 0.5 * by * np.floor(steps / 20))
+    looked = np.full(trace.num_steps, np.nan)
+    if each is not None:
+        looked[steps % each == 0] = 40
+    trace.logs |= {WEIGHTS_CHANGED: looked * 0.8, WEIGHTS_LOOKED: looked}
+    trace.absent_logs = True
+    trace.steps["step"] *= by
+    modes = {i.mode for i in fold(play(Case([trace], 0)), trace.facts)}
+    assert ("optimizer-divergence" in modes) is alarms

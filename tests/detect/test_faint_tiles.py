@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from detect.healthy_run import Run
@@ -157,3 +159,34 @@ def test_a_smallest_tile_that_comes_back_by_chance_is_not_dying(back: float, fou
     low = np.where(np.arange(120) % 3 == 0, back, -95.0)
     t.columns["amax_min_nonzero"][:, where] = np.exp2(low)[:, None]
     assert ("dying-tile" in {f.mode for f in play(Case([t], 0))}) is found
+
+
+@pytest.mark.parametrize(("back", "found"), [(6.5, False), (0.5, True)], ids=["by-chance", "dying"])
+def test_a_smallest_tile_that_falls_and_is_another_then_is_not_dying(back: float, found: bool) -> None:
+    """Squared behind a ReLU: a tile fades, is zero, and the next smallest is an ordinary one."""
+    t = healthy(3, 120)
+    where = t.mask(DOWN, "input")
+    low = np.full(120, -7.0)
+    low[80:100] = -7.0 - 0.9 * np.arange(20)
+    low[90:100] += back
+    low[100:] = low[99] + back / 2
+    t.columns["amax_min_nonzero"][:, where] = np.exp2(low)[:, None]
+    assert ("dying-tile" in {f.mode for f in play(Case([t], 0))}) is found
+
+
+@pytest.mark.parametrize("goes_on", [False, True], ids=["settles", "goes-on"])
+def test_gradients_that_settle_behind_a_change_of_the_data_are_not_dying(goes_on: bool) -> None:
+    t = healthy(3, 120)
+    where, since = t.mask(DOWN, "input"), np.clip(np.arange(120) - 80, 0, None)
+    low = -16.0 - (since * 0.7 if goes_on else 12.0 * (1 - np.exp(-since / 4.0)))
+    t.columns["amax_min_nonzero"][:, where] = np.exp2(low)[:, None]
+    assert ("dying-tile" in {f.mode for f in play(Case([t], 0))}) is goes_on
+
+
+def test_where_nothing_is_quantised_the_verdict_says_so() -> None:
+    run = Run()
+    found = detect(run, faded(run, octaves=90, whole_db=34.1), STEPS)
+    observed = {site: replace(facts, recipe="observe") for site, facts in run.facts.items()}
+    assert explain(found[0], run.facts).cause.endswith("Verdict: FP8. A BF16 run would not do this here.")
+    said = explain(found[0], observed).cause
+    assert said.endswith("Verdict: FP8. This GEMM computes as before: it is what the recipe would do to it.")

@@ -9,7 +9,7 @@ from detect.play import play
 from detect.scenarios import STEPS, Case, _replicas
 from detect.trace import Trace
 
-from fp8watch_agent.update_names import GRADIENT_GIVEN, GRADIENT_GOT, GRADIENT_OF, SKETCH_NUMBERS
+from fp8watch_agent.update_names import GRADIENT_GIVEN, GRADIENT_GOT, GRADIENT_OF, GROUP, SKETCH_NUMBERS
 from fp8watch_server.detect.modes.silent_data_corruption.gradient_sums import judge
 from fp8watch_server.incidents.explain import explain
 
@@ -88,6 +88,31 @@ def test_what_does_not_add_up_is_told_with_its_process(how: str) -> None:
     assert "communication hook" in said.fix[0]["text"]
     if how in ("missing", "twice", "one"):
         assert first.rank == 2
+
+
+def test_of_processes_that_share_some_gradients_the_one_that_is_missing_is_told_with_the_parameters_own_name() -> None:
+    """As of one part of a weight beside tensor parallelism, whose other part is right."""
+    rng = np.random.default_rng(7)
+    ranks = _replicas(5, NUM)
+    weight = next(f.module for f in ranks[0].facts.values() if f.operand == "weight") + ".weight"
+    for t in ranks:
+        t.absent_logs = True
+    for step in TURNS:
+        given = rng.normal(0, 1, (NUM, SKETCH_NUMBERS)) + rng.normal(0, 1, SKETCH_NUMBERS)
+        for group in ((0, 2), (1, 3)):
+            for rank in group:
+                got = given[1] if step >= AT and group[0] else given[list(group)].sum(axis=0)
+                told = {f"{GRADIENT_OF}{weight}{GROUP}{group[0]}": 2.0}
+                told |= {f"{GRADIENT_GIVEN}{k}": given[rank, k] for k in range(SKETCH_NUMBERS)}
+                told |= {f"{GRADIENT_GOT}{k}": got[k] for k in range(SKETCH_NUMBERS)}
+                for key, value in told.items():
+                    ranks[rank].logs.setdefault(key, np.full(STEPS, np.nan))[step] = value
+    [incident] = [i for i in incidents(ranks) if i.first.mode == "silent-data-corruption"]
+    first, said = incident.first, explain(incident.named, ranks[0].facts)
+    assert (first.onset, first.rank, first.extra["num"]) == (121, 3, 1)
+    assert said.title == "The gradient of rank 3 is missing in the sum over 2 processes since step 121"
+    assert f"a linear sketch of {weight}, of what" in said.cause
+    assert first.site is not None, "its place is the weight"
 
 
 PARTS = {

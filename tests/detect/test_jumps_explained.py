@@ -9,6 +9,7 @@ from detect.play import play
 from detect.scenarios import Case
 from detect.trace import Trace, healthy
 
+from fp8watch_agent.record import StepPresent
 from fp8watch_agent.training_names import MOMENTS_CHANGED, WEIGHTS_CHANGED, WEIGHTS_LOOKED
 from fp8watch_server.incidents.explain import explain
 
@@ -17,6 +18,11 @@ AT, STEPS = 120, 180
 
 def told(t: Trace) -> list[Folded]:
     return fold(play(Case([t], AT)), t.facts)
+
+
+def without_loss(t: Trace, where: np.ndarray) -> None:
+    """Nobody says what the loss is there. [T]"""
+    t.steps["present"][where] &= np.uint8(255 - int(StepPresent.LOSS))
 
 
 def jumps(t: Trace, at: int, steps: int, by: float = 5.0) -> None:
@@ -53,6 +59,23 @@ def test_weights_that_are_written_every_few_steps_explain_nothing() -> None:
     assert "behind weights" not in explain(incident.named, t.facts).title
 
 
+@pytest.mark.parametrize("each", [1, 10], ids=["by ones", "by tens"])
+@pytest.mark.parametrize("told_each", [1, 5], ids=["each loss", "now and then"])
+def test_nor_does_what_is_written_in_each_step_however_steps_are_numbered_and_losses_told(
+    each: int, told_each: int
+) -> None:
+    num = 100 * told_each
+    t = healthy(1, num)
+    jumps(t, 85 * told_each, 3 * told_each)
+    for name, value in ((WEIGHTS_CHANGED, 6), (MOMENTS_CHANGED, 0), (WEIGHTS_LOOKED, 40)):
+        t.logs[name] = np.full(num, float(value))
+    without_loss(t, np.arange(num) % told_each != 0)
+    t.steps["step"] *= each
+    found = [i for i in told(t) if i.mode == "bad-batch"]
+    assert found
+    assert not any("behind weights" in explain(i.named, t.facts).title for i in found)
+
+
 def learnt(height: float, steps: int = 4) -> Trace:
     """The loss of data that are learnt by heart; for some steps it is higher."""
     t = healthy(3, STEPS)
@@ -75,6 +98,22 @@ def test_a_little_jump_of_a_loss_that_is_next_to_nothing_is_information(height: 
     assert "stays" not in words.title  # the losses of a jump that came back are no level
 
 
+@pytest.mark.parametrize(
+    ("start", "usual", "height"), [(3.0, -5.0, 0.3), (1000.0, 1.0, 100.0)], ids=["below zero", "has a unit"]
+)
+def test_a_loss_that_is_no_cross_entropy_has_not_learnt_its_data_by_heart(
+    start: float, usual: float, height: float
+) -> None:
+    t = healthy(3, STEPS)
+    rng, at = np.random.default_rng(5), np.arange(STEPS)
+    t.steps["loss"] = usual + (start - usual) * np.exp(-at / 6) + 0.02 * rng.normal(0, 1, STEPS)
+    t.steps["loss"][AT : AT + 3] = height
+    t.steps["grad_norm"][AT : AT + 3] = 12.0
+    [incident] = told(t)
+    assert (incident.mode, incident.severity) == ("bad-batch", "warning")
+    assert "learnt by heart" not in explain(incident.named, t.facts).cause
+
+
 def test_a_jump_that_comes_back_over_some_steps_is_no_level() -> None:
     t = learnt(0.2)
     rng = np.random.default_rng(0)
@@ -93,3 +132,34 @@ def test_losses_of_a_search_for_an_lr_are_no_level_for_those_behind_it() -> None
     t.steps["lr"][:AT] = np.geomspace(1e-6, 0.1, AT)
     t.steps["loss"][AT:] = 1.25 * t.steps["loss"][AT - 20]
     assert told(t) == []
+
+
+@pytest.mark.parametrize("each", [1, 10], ids=["each loss", "now and then"])
+def test_a_level_behind_an_lr_that_fell_is_of_the_lr_where_that_step_has_no_loss_too(each: int) -> None:
+    num, fell = 800, 503
+    t, at = healthy(1, num), np.arange(num)
+    rng = np.random.default_rng(1)
+    t.steps["loss"] = 2.0 + 0.02 * rng.normal(0, 1, num) - np.where(at >= fell, 0.6, 0.0)
+    t.steps["lr"] = np.where(at < fell, 1e-3, 1e-4)
+    without_loss(t, at % each != 0)
+    assert [i for i in told(t) if i.mode == "bad-batch"] == []
+
+
+@pytest.mark.parametrize(("each", "kinds"), [(7, True), (70, False)], ids=["a kind", "a bad batch"])
+def test_batches_of_a_kind_that_came_all_along_are_no_jump(each: int, kinds: bool) -> None:
+    """Text alone among captions of images: the loss of most falls to a tenth, that of these by a half."""
+    t, at = healthy(1, 240), np.arange(240)
+    rng = np.random.default_rng(5)
+    other = (at % each == each - 1) & (kinds | (at >= 200))
+    t.steps["loss"] = np.where(other, 2.8 + 2 * np.exp(-at / 40), 0.2 + 5 * np.exp(-at / 40)) + rng.normal(0, 0.02, 240)
+    t.steps["grad_norm"] = np.where(other, 9.0, 1.0)
+    assert bool([i for i in told(t) if i.mode == "bad-batch"]) is not kinds
+
+
+def test_a_bad_batch_that_comes_again_and_again_is_told_each_time() -> None:
+    t, at = healthy(1, 300), np.arange(300)
+    t.steps["loss"] = 0.4 + np.random.default_rng(5).normal(0, 0.02, 300)
+    bad = (at >= 100) & (at % 30 == 0)
+    t.steps["loss"][bad], t.steps["grad_norm"][bad] = 3.0, 9.0
+    found = play(Case([t], 100))
+    assert {f.extra["began"] for f in found if f.mode == "bad-batch"} == set(at[bad].tolist())

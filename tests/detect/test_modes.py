@@ -8,6 +8,7 @@ from detect.healthy_run import Run
 from detect.single_steps import DOWN, detect, evidence, modes
 
 from fp8watch_agent.record import Measured, StepPresent, StepStatus
+from fp8watch_server.incidents.explain import explain
 
 NAN, INF = float("nan"), float("inf")
 
@@ -162,6 +163,38 @@ def test_weights_that_come_in_broken_are_named_as_such() -> None:
     assert modes(found) == {"nan-in-activation"}
     assert found[0].extra["weight_born"] is True
     assert run.facts[found[0].site or 0].operand == "weight"
+
+
+@pytest.mark.parametrize(("norm", "said"), [(61, True), (60, False), (None, False)])
+def test_weights_that_break_behind_a_gradient_norm_that_was_not_finite_say_so(norm: int | None, said: bool) -> None:
+    """One gradient is NaN, clipping makes all of them so, and the update all weights."""
+    run = Run()
+
+    def change(rows: np.ndarray, s: np.ndarray, step: int) -> None:
+        s["grad_norm"] = NAN if step == norm else 1.0
+        s["present"] |= int(StepPresent.GRAD_NORM)
+        if step >= 62:
+            put_nan(rows, slice(None))
+
+    found = detect(run, change, per_batch=1)[0]
+    words = explain(found, run.facts)
+    assert (found.mode, found.step) == ("nan-in-activation", 62)
+    assert words.title.startswith("NaN is already in the weights")
+    assert words.title.endswith("behind a gradient norm of step 61 that was not finite") is said
+    assert ("need not be where it began" in words.cause) is said
+
+
+def test_a_norm_that_is_not_finite_behind_weights_that_broke_before_wrote_nothing() -> None:
+    run = Run()
+
+    def change(rows: np.ndarray, s: np.ndarray, step: int) -> None:
+        s["grad_norm"] = NAN
+        s["present"] |= int(StepPresent.GRAD_NORM)
+        put_nan(rows, slice(None))
+
+    found = detect(run, change, per_batch=1)
+    assert len(found) > 1
+    assert not any("norm_step" in f.extra for f in found)
 
 
 def test_a_second_independent_cause_later_is_its_own() -> None:

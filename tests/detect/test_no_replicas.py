@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from detect.folded import Folded, fold
@@ -10,6 +12,7 @@ from detect.scenarios import OUT, Case, _replicas
 
 from fp8watch_agent.record import Measured
 from fp8watch_agent.update_names import GRADIENT_GIVEN, GRADIENT_GOT, GRADIENT_OF, SKETCH_NUMBERS
+from fp8watch_server.detect.engine import DetectionEngine
 from fp8watch_server.detect.families.gradient_sketches import GradientParts, Sketches, parts_of
 from fp8watch_server.detect.sessions import SessionFacts
 from fp8watch_server.incidents.explain import explain
@@ -128,6 +131,57 @@ def test_weights_that_something_else_keeps_equal_must_agree() -> None:
         ]
         assert found[0].extra["by_hash"]
         assert found[0].extra["last_agreed"] < from_step
+
+
+@pytest.mark.parametrize("from_step", [40, AT])
+def test_weights_that_something_else_kept_equal_and_does_no_more_stay_told(from_step: int) -> None:
+    case = changed(trained(ALONE, weights_from=10**6), 1, from_step=from_step, every=True)
+    found = [f for f in play(case) if f.mode == "silent-data-corruption"]
+    assert {f.severity for f in found} == {"critical"}
+    assert found[-1].step > case.traces[0].num_steps - 8, "it goes on"
+
+
+def silent_at_first(case: Case, looks: int) -> Case:
+    """The first gradients that are looked at are 0 on one rank, as of an embedding's rows that it has no token of."""
+    for k in range(SKETCH_NUMBERS):
+        for what in (GRADIENT_GIVEN, GRADIENT_GOT):
+            case.traces[1].logs[f"{what}{k}"][: 1 + 4 * looks] *= 0.0
+    return case
+
+
+@pytest.mark.parametrize("by", [1, 10], ids=["by ones", "by tens"])
+@pytest.mark.parametrize("looks", [1, 3])
+def test_a_first_look_that_tells_nothing_makes_no_page(looks: int, by: int) -> None:
+    case = silent_at_first(trained(ALONE), looks)
+    for t in case.traces:
+        t.steps["step"] *= by
+    [found] = told(case)
+    assert (found.severity, found.first.extra["kind"]) == ("info", "no-replicas")
+
+
+def test_where_no_look_ever_tells_weights_that_differ_are_told_all_the_same() -> None:
+    [found] = told(silent_at_first(trained(ALONE), 1000))
+    assert (found.severity, found.first.step) == ("critical", 18)
+
+
+def test_ranks_that_are_no_replicas_in_the_next_attempt_either_are_told_again() -> None:
+    first, again = trained(ALONE), trained(ALONE)
+    engine = DetectionEngine(first.traces[0].facts)
+    for t in again.traces:
+        t.steps["step"] += t.num_steps
+        t.session = f"{t.session[:-4]}ab{t.session[-2:]}"
+    again.sessions = [
+        [replace(s, session=t.session, attempt=1) for s, t in zip(again.sessions[0], again.traces, strict=True)]
+    ]
+    for case in (first, again):
+        found = [f for f in play(case, engine=engine) if f.mode == "silent-data-corruption"]
+        assert [f.extra["kind"] for f in found] == ["no-replicas"]
+
+
+def test_which_rank_is_named_does_not_hang_on_who_came_first() -> None:
+    case = trained(PAIRS)
+    case.traces.reverse()
+    assert told(case)[0].first.rank == told(trained(PAIRS))[0].first.rank == 2
 
 
 def sketches(got, given=None) -> Sketches:

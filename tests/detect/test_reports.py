@@ -355,6 +355,26 @@ def test_what_a_head_is_given_is_judged_as_what_no_quantiser_reads(fault: str) -
         assert "runs right before lm_head" in words.fix[0]["text"]
 
 
+@pytest.mark.parametrize("given_nan", [False, True], ids=["finite", "not finite"])
+def test_what_a_router_made_of_what_was_finite_is_its_own(given_nan: bool) -> None:
+    """Its weight is in high precision, and not looked at."""
+    t = healthy(14, 20)
+    like = t.sites[t.one("layers.1.mlp.gate_proj", "input")]
+    given = replace(like, id=site_id("router", "input", "rowwise"), module="router", gemm="probe", tile=like.shape, order=10_000,
+                    format="", recipe="probe")  # fmt: skip
+    put_out = replace(given, id=site_id("router", "output", "rowwise"), operand="output", order=10_001)
+    j, k = t.add_sites([given, put_out], measured=int(Measured.COUNTS | Measured.AMAX))
+    put_nan(t, 9, np.isin(np.arange(len(t.sites)), (j, k) if given_nan else (k,)))
+    finding, words = said(Case([t], 9))
+    assert (finding.mode, words.place["module"]) == ("nan-in-activation", "router")
+    if given_nan:
+        assert words.title.startswith("NaN entered router")
+        return
+    assert words.title.startswith("NaN came out of router, and none went in")
+    assert "its weight made it, which is in high precision and not looked at, or what it computes" in words.cause
+    assert "torch.isfinite(model.get_submodule('router').weight).all()" in words.fix[0]["text"]
+
+
 def test_fused_attention_is_a_bound_and_is_said_to_be_one() -> None:
     from detect.scenarios import BY_NAME
 

@@ -506,6 +506,24 @@ def test_a_loss_that_falls_at_once_and_stays_is_information() -> None:
     assert "a batch that is repeated" in words.cause
 
 
+@pytest.mark.parametrize(
+    ("first", "is_told"), [(1.0, False), (1.5, True), (-1.0, True)], ids=["where it began", "learnt", "negative"]
+)
+def test_a_loss_that_leaves_where_the_run_began_learns(first: float, is_told: bool) -> None:
+    """As plain SGD leaves a plateau."""
+    t = healthy(3, STEPS)
+    level = np.where(np.arange(STEPS) < AT, 2.3, 1.4) * np.sign(first)
+    t.steps["loss"] = (
+        level
+        + np.random.default_rng(0).normal(0, 0.01, STEPS)
+        - (0 if first > 0 else np.where(np.arange(STEPS) < AT, 0, 2.0))
+    )
+    t.steps["loss"][0] *= abs(first)
+    assert (
+        "The loss fell" in " ".join(explain(i.named, t.facts).title for i in fold(play(Case([t], AT)), t.facts))
+    ) == is_told
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_a_loss_that_falls_with_the_learning_rate_or_slowly_is_silent(seed: int) -> None:
     t = healthy(seed, 400, 1)

@@ -54,6 +54,20 @@ def test_an_lr_that_climbs_out_of_its_range_is_a_jump_from_its_first_step_beyond
     assert schedule.warm(STEPS)
 
 
+def test_an_lr_that_leaps_under_a_schedule_leaped_from_where_it_stood() -> None:
+    """The median of what it was lies 12 steps back."""
+    lrs = np.linspace(2e-2, 5e-3, 60)
+    schedule = Schedule(0, 0)
+    for step, lr in enumerate([*lrs, 30 * lrs[-1], 30 * lrs[-1]]):
+        schedule.observe(step, float(lr), learn=step < len(lrs))
+    assert schedule.last_leap == (60, pytest.approx(5e-3), pytest.approx(0.15))
+    assert schedule.lr_before == pytest.approx(5e-3)
+    assert schedule.usual_lr is not None
+    assert schedule.usual_lr > 6e-3
+    schedule.observe(62, 5e-3, learn=True)
+    assert schedule.lr_before == schedule.usual_lr, "no jump is on"
+
+
 def test_a_warm_up_to_where_it_was_and_one_from_nothing_are_no_climb() -> None:
     again = np.concatenate([np.full(80, 2e-3), 2e-4 * 1.1 ** np.minimum(np.arange(60), 24)])
     for lrs in (again, 1e-5 * 1.1 ** np.minimum(np.arange(80), 60)):
@@ -114,6 +128,41 @@ def test_a_weight_that_leaps_under_moments_that_are_wrong_is_no_flipped_bit() ->
     assert [i.mode for i in told(alone)] == ["silent-data-corruption"]
 
 
+@pytest.mark.parametrize(
+    ("at", "octaves", "severity"), [(14, 0.6, "warning"), (14, 2.0, "critical"), (AT, 0.6, "critical")]
+)
+def test_a_little_leap_is_no_page_where_the_optimizer_has_hardly_been_seen(at, octaves, severity) -> None:
+    """Shampoo makes its preconditioners anew every few steps: then an update is larger than those before."""
+    t = healthy(3, STEPS)
+    leaps(t, octaves, at)
+    for name in ("num_nan", "num_inf"):
+        t.columns[name][:] = 0
+    t.columns["measured"][:, t.mask(None, "grad_output")] = 0
+    t.steps["grad_norm"] = np.nan
+    found = [i for i in told(t) if i.mode == "silent-data-corruption"]
+    assert [i.severity for i in found] == [severity]
+
+
+@pytest.mark.parametrize(
+    ("every", "module"), [(3, FC2), (8, FC2), (8, None)], ids=["one-in-three", "one-in-eight", "all"]
+)
+def test_a_leap_between_two_looks_is_of_a_step_between_them(every: int, module: str | None) -> None:
+    """Where Linears have turns, others may be looked at in each step."""
+    t = healthy(3, STEPS)
+    leaps(t, 6.0)
+    turn = np.arange(STEPS) % every == 2
+    t.columns["amax_max"][np.ix_(~turn, t.mask(module, "weight"))] = np.nan
+    [incident] = [i for i in told(t) if i.mode == "silent-data-corruption"]
+    seen = next(step for step in range(AT, STEPS) if turn[step])
+    words = explain(incident.named, t.facts)
+    assert incident.named.step == seen
+    assert words.title.endswith(f"octaves, since a step from {seen - every + 1} to {seen}")
+    assert (
+        f"between the looks at steps {seen - every} and {seen}, alone, and the gradient before it was not measured"
+        in words.cause
+    )
+
+
 def test_second_moments_that_stay_wrong_keep_their_incident_open() -> None:
     t = healthy(3, STEPS)
     zeros(t, AT, AT + 40)
@@ -131,6 +180,18 @@ def test_a_weight_that_leaped_is_told_in_the_step_that_it_breaks() -> None:
     assert incident.mode == "silent-data-corruption"
     assert incident.named.onset == AT
     assert t.facts[incident.named.site or 0].module == FC2
+
+
+def test_a_weight_that_leaps_farthest_while_all_scatter_is_no_flipped_bit_when_values_break() -> None:
+    """A divergence by plain SGD: they grow in turns, until the loss is no number."""
+    t = healthy(3, STEPS)
+    rng = np.random.default_rng(0)
+    for module in dict.fromkeys(site.module for site in t.sites):
+        t.grow(t.mask(module, "weight"), rng.uniform(-0.3, 0.9) * (np.arange(STEPS) >= AT))
+    leaps(t, 2.0)
+    t.steps["loss"][AT:] = np.nan
+    t.columns["num_nan"][AT:, t.mask("layers.2", "input")] = 5
+    assert "silent-data-corruption" not in {i.mode for i in told(t)}
 
 
 def test_a_weight_that_leaps_behind_values_that_broke_before_is_their_consequence() -> None:

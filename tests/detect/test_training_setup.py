@@ -15,11 +15,13 @@ from fp8watch_agent.training_names import (
     EPS,
     MOMENTS_CHANGED,
     MOMENTS_LOOKED,
+    OPTIMIZER_BEGINS,
     SECOND_LOOKED,
     SECOND_ZERO,
     SEES_AHEAD,
     WEIGHTS_CHANGED,
     WEIGHTS_LOOKED,
+    WRITTEN,
 )
 from fp8watch_agent.update_names import DECAY, SHRINK, UPDATES_LOOKED
 from fp8watch_server.detect.families.optimizer_state import HOLD_STEPS
@@ -93,6 +95,20 @@ def test_weights_that_are_written_for_the_first_time_are_information(steps: tupl
     assert "averages" in told.fix[0]["text"]
 
 
+@pytest.mark.parametrize(
+    ("weights", "end"),
+    [(1, "1 of 12, layers.0.attention.q_proj.weight"), (7, "7 of 12, the first layers.0.attention.q_proj.weight")],
+)
+def test_the_first_weight_that_was_written_is_named(weights: float, end: str) -> None:
+    t = made()
+    written(t, AT, weights=weights)
+    t.logs[f"{WRITTEN}layers.0.attention.q_proj.weight"] = only_at(AT, 1, AT + 1)
+    [incident] = incidents(t)
+    assert explain(incident.named, t.facts).title.endswith(end)
+    modules = {t.facts[i].module for i in incident.named.extra["sites"]}
+    assert modules == ({"layers.0.attention.q_proj"} if weights == 1 else set())
+
+
 def test_weights_that_are_written_in_each_step_from_one_on_are_one_incident() -> None:
     t = made()
     written(t, *range(AT, AT + HOLD_STEPS + 6))
@@ -157,6 +173,16 @@ def test_gradients_beyond_what_they_were_clipped_to_are_the_optimizers(later: in
     told = explain(beyond.named, t.facts)
     assert told.title == f"Gradients leave their clipping: norm 7.5, clipped to 5 until step {AT}"
     assert "clip_grad_norm_" in told.fix[0]["text"]
+
+
+@pytest.mark.parametrize(("begins", "severity"), [(AT, "info"), (AT - 20, "warning")], ids=["then", "before"])
+def test_another_stage_of_training_that_does_not_clip_is_information(begins: int, severity: str) -> None:
+    t = made()
+    t.logs[CLIP_NORM], t.logs[OPTIMIZER_BEGINS] = only_at(0, 1e-6, AT), only_at(begins, 1.0, begins + 1)
+    [incident] = incidents(t)
+    told = explain(incident.named, t.facts)
+    assert (incident.severity, incident.first.onset) == (severity, AT)
+    assert ("Another optimizer holds the parameters from that step on." in told.cause) is (severity == "info")
 
 
 def test_clipping_that_comes_back_before_gradients_grow_is_no_divergence() -> None:

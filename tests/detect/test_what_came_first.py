@@ -171,6 +171,53 @@ def test_inputs_that_are_larger_behind_the_first_gemm_are_no_matter_of_the_data(
     assert "bad-batch" not in {i.mode for i in incidents(t)}
 
 
+@pytest.mark.parametrize("others_tell", [False, True])
+def test_a_loss_that_decays_from_a_jump_is_no_bad_batch_on_its_way(others_tell: bool) -> None:
+    """As behind a head that is drawn anew: the median of before stays for a while, and single losses dip into what was usual."""
+    t = made()
+    after = np.arange(STEPS - AT)
+    loss, norm = t.steps["loss"], t.steps["grad_norm"]
+    usual = np.median(loss[:AT])
+    loss[AT:] = usual * (1 + 0.95 * np.exp(-after / 14.0))
+    loss[AT + 6 :: 9] = usual
+    norm[AT:] *= 1 + 10 * np.exp(-after / 14.0)
+    if others_tell:
+        larger(t, but_the_first=True)
+    found = [i for i in incidents(t) if i.mode == "bad-batch"]
+    assert [(i.severity, i.first.onset) for i in found] == ([] if others_tell else [("info", AT)])
+
+
+def test_a_batch_that_is_worse_by_far_is_told_while_a_jump_goes_on() -> None:
+    t = made()
+    loss_jumps(t, AT)
+    t.steps["loss"][AT + 8 : AT + 10] += 30.0
+    t.steps["grad_norm"][AT + 8 : AT + 10] = 80.0
+    assert {f.onset for f in play(Case([t], AT)) if f.mode == "bad-batch"} == {AT, AT + 8}
+
+
+def test_a_loss_that_takes_its_time_to_come_back_is_not_of_one_batch() -> None:
+    t = made()
+    loss_jumps(t, AT, 4)
+    [incident] = [i for i in incidents(t) if i.mode == "bad-batch"]
+    words = explain(incident.named, t.facts)
+    assert words.title.startswith(f"Loss jumped at step {AT}: ")
+    assert words.title.endswith(", and back within 4 steps")
+    assert "one batch was unlike the others" not in words.cause
+    assert "Either several batches in a row were unlike the others" in words.cause
+
+
+def test_a_loss_that_is_most_of_the_way_back_is_not_of_one_batch() -> None:
+    t = made()
+    loss_jumps(t, AT, 2)
+    t.steps["loss"][AT : AT + 2] += 5.0
+    t.steps["loss"][AT + 2 :] += 1.5
+    first = next(i for i in incidents(t) if i.mode == "bad-batch")
+    words = explain(first.first, t.facts)
+    assert words.title.endswith(", and most of the way back within 2 steps")
+    assert f"came back to {float(t.steps['loss'][AT + 2]):.4g} within 2 steps" in words.cause
+    assert "one batch was unlike the others" not in words.cause
+
+
 def test_a_loss_that_came_back_and_jumps_again_is_told() -> None:
     t = healthy(3, 200)
     loss_jumps(t, AT, 12)

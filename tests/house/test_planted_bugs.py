@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.planted import Bug, seen_to_fail
+from support.planted import Bug, seen_to_fail, still_fits
 from support.planted_fork import warmed
 from support.planted_selection import NUM_LATEST, SHARE, changed, select
 
@@ -44,6 +44,13 @@ def test_a_bug_that_a_test_sees_is_seen_and_taken_out_again(small: Path) -> None
     assert (small / "product.py").read_text() == GOOD
     assert "pytest exits 0" in unseen(small, bug("2 * x", "x + 2"))  # what was broken before has left nothing behind
     seen_to_fail(small, bug("2 * x", "4 * x"))
+
+
+def test_a_bug_that_is_no_python_does_not_fit(small: Path) -> None:
+    """Every test of it would fail, whatever it looks at."""
+    still_fits(bug("2 * x", "3 * x"), small)
+    with pytest.raises(AssertionError, match=r"product\.py is no Python with this bug: .*line 2"):
+        still_fits(bug("2 * x", "2 *"), small)
 
 
 def test_a_bug_that_no_test_sees_is_told(small: Path) -> None:

@@ -47,7 +47,7 @@ def outcomes(folder: Path, *options: str) -> tuple[dict[str, str], str]:
     (folder / "conftest.py").write_text("from support.time_budget import pytest_addoption, pytest_runtest_call\n")
     (folder / "pytest.ini").write_text("[pytest]\ntime_budget_s = 0.15\nmarkers =\n    long: much\n")
     (folder / "test_cases.py").write_text(CASES)
-    env = {**os.environ, "PYTHONPATH": str(TESTS), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    env = {**os.environ, "PYTHONPATH": str(TESTS), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "CI": ""}
     command = [sys.executable, "-m", "pytest", "-vv", "-p", "no:cacheprovider", "--color=no", *options]
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=120)
     lines = (line.removeprefix("test_cases.py::").split() for line in done.stdout.splitlines() if "%]" in line)
@@ -71,6 +71,12 @@ def test_the_limit_can_be_lifted(tmp_path: Path) -> None:
     assert [name for name, outcome in found.items() if outcome == "FAILED"] == ["test_wrong"]
 
 
+@pytest.fixture(autouse=True)
+def at_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    """These tests run in CI too."""
+    monkeypatch.delenv("CI", raising=False)
+
+
 @pytest.mark.parametrize(
     ("processor", "clock", "is_over"),
     [
@@ -89,10 +95,27 @@ def test_a_busy_machine_has_twelve_times_as_long(
     assert (complaint(Spent(processor, clock), 5.0) is not None) == is_over
 
 
+@pytest.mark.parametrize(("of_children", "is_over"), [(10.0, False), (15.0, False), (20.0, True)])
+def test_what_children_take_counts_less(monkeypatch: pytest.MonkeyPatch, of_children: float, is_over: bool) -> None:
+    """They load their libraries; a test that is slow by itself is not excused by them."""
+    monkeypatch.setattr(time_budget, "slowness", lambda: 1.0)
+    told = complaint(Spent(of_children + 0.5, 20.0, of_children), 5.0)
+    assert (told is not None) == is_over
+    assert told is None or "20.5 s of processor time, 20.0 of them its children" in told
+    assert complaint(Spent(of_children + 7.6, 20.0, of_children), 5.0) is not None
+
+
 def test_a_slower_machine_has_as_much_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time_budget, "slowness", lambda: 2.0)
     assert complaint(Spent(14.9, 20.0), 5.0) is None
     assert complaint(Spent(15.1, 20.0), 5.0) is not None
+
+
+def test_a_machine_that_ci_borrows_has_four_times_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time_budget, "slowness", lambda: 1.0)
+    monkeypatch.setenv("CI", "true")
+    assert complaint(Spent(29.9, 31.0), 5.0) is None
+    assert complaint(Spent(30.1, 31.0), 5.0) is not None
 
 
 def test_every_change_is_held_to_it(pytestconfig: pytest.Config) -> None:

@@ -79,6 +79,14 @@ def test_the_same_failure_again_says_that_it_was_here_before(store: Store) -> No
     assert "of attempt 1" in next(i for i in store.incidents if i["attempt"] == 2)["cause"]
 
 
+def test_another_expert_was_not_here_before(store: Store) -> None:
+    for expert, at in ((5, 10), (2, 100), (5, 200)):
+        put(store, finding(store, "dead-layer", at, severity="info", expert=expert))
+        with writing(store.db) as conn:
+            close_quiet(conn, RUN, TENANT, 1, at + 30, store.now)
+    assert ["It was here before" in i["cause"] for i in store.incidents] == [False, False, True]
+
+
 @pytest.mark.parametrize(("step", "status"), [(11 + 64 * 19, "open"), (11 + 64 * 21, "resolved")])
 def test_an_incident_of_sampled_evidence_closes_after_twenty_samples(store: Store, step: int, status: str) -> None:
     put(store, finding(store, "delayed-clip", 10, stride=64))

@@ -8,6 +8,7 @@ from support.planted import Bug
 
 S = "server/fp8watch_server"
 I = "tests/incidents"  # noqa: E741
+_STANDING = "tests/incidents/test_standing.py::test"
 N = "tests/notify"
 
 AT_LEAST_ONCE = [
@@ -122,6 +123,48 @@ STORM = [
         'values(status="resolved", resolved_at=now, updated_at=now))',
         "values(resolved_at=now, updated_at=now))",
         f"{N}/test_promises.py::test_a_storm_is_one_firing_and_one_resolve",
+    ),
+    Bug(
+        "another expert was not here before",
+        "fold:_note_regression",
+        '("module", "operand", "expert")',
+        '("module", "operand")',
+        "tests/incidents/test_roots.py::test_another_expert_was_not_here_before",
+    ),
+    Bug(
+        "what a session goes on saying stays open",
+        "auto_resolve:_stands",
+        'row["mode"] != "recipe-mismatch"',
+        "True",
+        f"{_STANDING}_that_much_is_blind_stays_open_until_it_is_seen",
+    ),
+    Bug(
+        "what is seen again is over",
+        "auto_resolve:_stands",
+        'said != "", ',
+        "",
+        f"{_STANDING}_that_much_is_blind_stays_open_until_it_is_seen",
+    ),
+    Bug(
+        "a rank that begins again says what is blind now",
+        "auto_resolve:_stands",
+        ", ~newer.exists()",
+        "",
+        f"{_STANDING}_the_newest_session_of_each_rank_says_it",
+    ),
+    Bug(
+        "a rank that goes on still says what is blind",
+        "auto_resolve:_stands",
+        "later.rank == s.rank, ",
+        "",
+        f"{_STANDING}_the_newest_session_of_each_rank_says_it",
+    ),
+    Bug(
+        "a changed configuration is over when it is quiet",
+        "auto_resolve:_stands",
+        'detail.get("kind") != BLIND',
+        "False",
+        f"{_STANDING}_another_configuration_is_over_when_it_is_quiet",
     ),
     Bug(
         "flapping is held down",

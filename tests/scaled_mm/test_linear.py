@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
 
 import pytest
 import torch
 from scaled_mm.strict import scaled_mm as strict
+from support.saved_graphs import as_it_is, nodes_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -236,6 +238,11 @@ def test_a_second_derivative_is_refused_and_where_no_gradient_comes_none_goes_on
     for asked in (parameters, [z]):
         with pytest.raises(RuntimeError, match=r"differentiated again .*filter_fn"):
             torch.autograd.grad(slope.square().sum(), asked, retain_graph=True)
+    with torch.autograd.graph.saved_tensors_hooks(as_it_is, as_it_is):
+        nodes = nodes_of(model(x))  # no backward comes
+    gc.collect()
+    assert len(nodes) == 2
+    assert not any(node() for node in nodes)
     Stop.apply(model(x)).sum().backward()
     assert all(p.grad is None for p in parameters)
     assert not watch.guard.errors

@@ -10,6 +10,7 @@ import warnings
 
 import pytest
 import torch
+from lightning.fabric import Fabric
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import nn
@@ -218,3 +219,21 @@ def test_copies_and_pickles_of_a_watched_module_are_plain(kept):
             assert not [key for key in vars(other) if "fp8watch" in key]
     assert type(module) is Automatic
     assert not [key for key in vars(module) if "fp8watch" in key]
+
+
+@pytest.mark.parametrize("strategy", ["auto", "ddp"])
+def test_what_fabric_sets_up_has_the_names_of_its_model(kept, strategy, monkeypatch):
+    monkeypatch.setenv("MASTER_PORT", "29547")
+    fabric = Fabric(accelerator="cpu", devices=1, strategy=strategy)
+    fabric.launch()
+    model, optimizer = fabric.setup(net := Net(), torch.optim.AdamW(net.parameters()))
+    with fp8watch.attach(model, recipe="observe") as watch:
+        for batch in batches(2):
+            optimizer.zero_grad()
+            fabric.backward((model(batch) - batch).square().mean())
+            optimizer.step()
+    assert watch.guard.errors == {}
+    assert {site.module for site in kept[-1].sites} == {"up", "down"}
+    assert kept.steps() == [0, 1]
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()

@@ -23,12 +23,15 @@ def _no_group_is_left():
 
 
 def train(
-    family: str, folder: Path, *, watched: bool, attach=None, checkpoints=None, breaks_at=None, seen=None, **training
-):
+    family: str, folder: Path, *, watched: bool, attach=None, checkpoints=None, breaks_at=None, seen=None, recomputes=True,
+    **training,
+):  # fmt: skip
     """(what torchtitan logged of each step, its model)"""
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     config = titan_on_cpu.config(family, folder, **training)
+    if not recomputes:
+        config.activation_checkpoint = None
     config.checkpoint.enable = checkpoints is not None
     config.checkpoint.interval = checkpoints or 1000
     config.override.imports = [(OVERRIDE, {"recipe": "observe"})] if watched and attach is None else []
@@ -72,6 +75,20 @@ def test_steps_losses_norms_and_rates_are_torchtitans_and_nothing_changes(kept, 
     assert not {"train", "train_step", "forward_backward_step"}.intersection(vars(trainer))
     silent = recorder.facts.get("silent", "")
     assert "expert" not in silent, silent
+
+
+def test_fp8_computes_the_same_with_its_selective_checkpointing_and_without(kept, tmp_path):
+    """Products of what observes are none of those that it keeps."""
+    attach = adapter.attach_torchtitan  # at the defaults
+    logged, trainer = train("llama3", tmp_path, watched=True, attach=attach)
+    wrapped = [m for m in trainer.model_parts[0].modules() if hasattr(m, "_checkpoint_wrapped_module")]
+    assert wrapped, "torchtitan's debug model recomputes some of its products"
+    whole, other = train("llama3", tmp_path, watched=True, attach=attach, recomputes=False)
+    assert logged == whole
+    assert same(trainer.model_parts[0], other.model_parts[0])
+    for recorder in kept:
+        assert {s.recipe for s in recorder.sites if s.operand == "weight"} == {"blockwise"}
+        assert "recompute" not in " ".join(recorder.facts)
 
 
 def test_the_experts_of_grouped_gemms_are_observed(kept, tmp_path):

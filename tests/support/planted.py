@@ -9,6 +9,8 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
+import textwrap
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,12 +45,25 @@ class Bug:
 
 
 def still_fits(bug: Bug, root: Path = ROOT) -> None:
-    """The code that the bug goes into is there, once, and so is the file of its test."""
-    find(bug.at, bug.old, root)
+    """The code that the bug goes into is there, once, and so is the file of its test; what it becomes is code, or no test would
+    have seen anything but that it is none."""
+    place = find(bug.at, bug.old, root)
+    if place.path.suffix == ".py":
+        try:
+            _parses(textwrap.dedent(place.text().replace(bug.old, bug.new, 1)))
+        except SyntaxError as error:
+            raise AssertionError(f"{bug.at} is no Python with this bug: {error}") from error
     for node in bug.test.split():
         path, _, name = node.partition("::")
         text = (root / path).read_text()
         assert f"def {name.partition('[')[0]}(" in text, f"{path} has no test {name!r}"
+
+
+def _parses(text: str) -> None:
+    """Raises SyntaxError for what is no Python."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SyntaxWarning)
+        compile(text, "<planted>", "exec", dont_inherit=True)
 
 
 def all_fit(bugs: Sequence[Bug]) -> None:

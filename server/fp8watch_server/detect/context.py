@@ -6,7 +6,6 @@ Thread:     detect worker
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -29,7 +28,6 @@ KURTOSIS_FLOOR_OCTAVES = 0.3
 AFTER_LR_STEPS = 10
 """Observed steps after a leap of the LR in which values that leap are its consequence."""
 LEAP_SIGMA = 6.0
-_NUMBER = re.compile(r"\d+")
 CAME_TO = 4
 """Values of one window that make it one. What leaps once in a while is none."""
 PAST_WINDOWS = 16
@@ -124,40 +122,55 @@ class Context:
     @cached_property
     def returning(self) -> Mask:
         """Those whose amax stands octaves above the usual, and no higher above where the site came to before and went back from
-        than any input may stand above its usual: that of an expert that had no tokens in most of the last steps, and has now. Where all
-        rows were alike in those, as empty slots are, it may be as high above what its like have, the other experts; and where they are
+        than any input may stand above its usual: that of an expert that had no tokens in most of the last steps, and has now. That
+        holds as far as it is no leap above what its like, the other experts, have or came to: what comes and goes in one layer alone is one. Where all
+        rows were alike in those steps, as empty slots are, it may be as high above what its like have; and where they are
         alike now, no tokens came. [S]"""
         far = self._far
-        if not far.any():
+        rows, table = np.flatnonzero(far), self.now.table
+        if not len(rows):
             return far
-        level = np.fmax(went_back_from(self.base.amax, self.limit), np.fmax.reduce(self.base.came_to.ordered(), axis=1))
-        empty, gap = self._empty
-        level = np.fmax(level, self._of_its_like(far & empty))
+        kind = table.kind_of_module[table.module]
+        asked = far | (self.inputs() & np.isin(kind, kind[rows]))
+        came_to, usual = np.full(len(far), np.nan), np.full(len(far), np.nan)
+        before = np.fmax.reduce(self.base.came_to.ordered(asked), axis=1)
+        came_to[asked] = np.fmax(went_back_from(self.base.amax, self.limit, asked), before)
+        usual[asked] = np.fmax(self.base.amax.median()[asked], came_to[asked])
+        of_like = np.where(self.inputs(), self._of_its_like(np.where(self.inputs(), usual, np.nan)), np.nan)[rows]
+        empty, gap = self._empty(far)
+        no_leap = of_like + self._leap[rows] - self.limit.outlier_input_octaves
+        capped = np.where(np.isnan(of_like), came_to[rows], np.minimum(came_to[rows], no_leap))
+        level = np.where(empty, np.fmax(came_to[rows], of_like), capped)
+        amax, amin = self.now.log2_amax[rows], self.now.log2_amin[rows]
+        out = np.zeros(len(far), dtype=np.bool_)
         with np.errstate(invalid="ignore"):
-            tokens = ~empty | (self.now.log2_amax - self.now.log2_amin > gap + SAME_OCTAVES)
-            return np.asarray(far & tokens & (self.now.log2_amax <= level + self.limit.outlier_input_octaves))
+            tokens = ~empty | (amax - amin > gap + SAME_OCTAVES)
+            out[rows] = tokens & (amax <= level + self.limit.outlier_input_octaves)
+        return out
 
-    @cached_property
-    def _empty(self) -> tuple[Mask, Floats]:
-        """Sites of several tiles that were all of one size in many of the last steps, and how many octaves those parted in these. [S] each"""
-        gap = (self.base.amax.ordered() - self.base.amin.ordered()).astype(np.float64)
+    def _empty(self, asked: Mask) -> tuple[Mask, Floats]:
+        """Of the sites that are asked for, those of several tiles that were all of one size in many of the last steps, and how many
+        octaves those parted in these. [asked] each"""
+        gap = (self.base.amax.ordered(asked) - self.base.amin.ordered(asked)).astype(np.float64)
         with np.errstate(invalid="ignore"):
             alike = gap <= EMPTY_OCTAVES
             many = np.count_nonzero(alike, axis=1) >= EMPTY_SHARE * np.count_nonzero(~np.isnan(gap), axis=1)
-            return many & (self.now.column("num_tiles") > 1), nanmedian(np.where(alike, gap, np.nan))
+            return many & (self.now.column("num_tiles")[asked] > 1), nanmedian(np.where(alike, gap, np.nan))
 
-    def _of_its_like(self, asked: Mask) -> Floats:
-        """The largest usual amax, log2, among the other inputs whose modules have the same name but for a number; NaN where nobody asks, and
-        where there is none. [S]"""
-        level, table = np.full(len(self.now), np.nan), self.now.table
-        if not asked.any():
-            return level
-        kinds = np.array([_NUMBER.sub("#", name) for name in table.modules])[table.module]
-        usual = np.where(self.inputs(), self.base.amax.median(), np.nan)
-        for row in np.flatnonzero(asked):
-            like = (kinds == kinds[row]) & (table.module != table.module[row])
-            level[row] = np.fmax.reduce(usual[like], initial=np.nan)
-        return level
+    def _of_its_like(self, values: Floats) -> Floats:
+        """The largest of these values among the sites of other modules that have the same name but for a number; NaN where there is
+        none. [S] -> [S]"""
+        table, known = self.now.table, np.flatnonzero(~np.isnan(values))
+        of_module = np.full(len(table.modules), -np.inf)
+        np.maximum.at(of_module, table.module[known], values[known])
+        kind = table.kind_of_module
+        most, next_to_it = np.full(len(kind), -np.inf), np.full(len(kind), -np.inf)
+        np.maximum.at(most, kind, of_module)
+        leads = of_module == most[kind]
+        np.maximum.at(next_to_it, kind, np.where(leads, -np.inf, of_module))
+        alone = leads & (np.bincount(kind[leads], minlength=len(kind))[kind] == 1)
+        like = np.where(alone, next_to_it[kind], most[kind])[table.module]
+        return np.where(np.isfinite(like), like, np.nan)
 
     @cached_property
     def _leap(self) -> Floats:
@@ -220,12 +233,13 @@ class Context:
         return np.asarray(self.now.table.role == GRAD_OUTPUT)
 
 
-def went_back_from(amax: Baseline, limit: Limits) -> Floats:
+def went_back_from(amax: Baseline, limit: Limits, which: Mask | None = None) -> Floats:
     """The largest of their last values, log2, of sites that were far above their median several times and came back behind that: growth
-    goes on, and what was an alarm is not learned. NaN of the others. [S]"""
-    past = amax.ordered().astype(np.float64)
+    goes on, and what was an alarm is not learned. NaN of the others. [S or chosen]"""
+    past = amax.ordered(which).astype(np.float64)
+    median = amax.median() if which is None else amax.median()[which]
     with np.errstate(invalid="ignore"):
-        high = past > (amax.median() + limit.outlier_input_octaves)[:, None]
+        high = past > (median + limit.outlier_input_octaves)[:, None]
         ordinary = ~high & ~np.isnan(past)
     left = high & np.logical_or.accumulate(ordinary[:, ::-1], axis=1)[:, ::-1]
     return np.where(np.count_nonzero(left, axis=1) >= CAME_TO, np.fmax.reduce(past, axis=1), np.nan)

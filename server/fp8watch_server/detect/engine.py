@@ -309,6 +309,7 @@ class DetectionEngine:
             if cause is not None:
                 cause = unobserved.with_unobserved(cause, self._table, self._registry.facts(view.rank))
                 found.append(stream.as_cause_or_consequence(cause, in_order))
+        stream.note_norm(view)
         if below.any() or above.any():
             off = invariant.examine(
                 view, below, above, ~bad_scale & ~gain.rescaled(view, self.thresholds.destroyed_gain)[1]

@@ -48,6 +48,7 @@ _OF_KIND = {
     "gradient-noise": BLIND,
     "gradients-other": BLIND,
     "no-replicas": BLIND,
+    "frozen-written": BLIND,
 }
 """`extra["kind"]` -> what precedence knows it as."""
 

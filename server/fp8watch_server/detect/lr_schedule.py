@@ -34,7 +34,9 @@ class Schedule:
         self._rise: int | None = None  # step in which the rise that is on passed the largest LR that it stood at
         self._climbs = False  # the jump that is on is a climb
         self.jump_step: int | None = None
-        self.last_leap: tuple[int, float, float] | None = None  # step, usual LR, LR: it stays when the jump is over
+        self.last_leap: tuple[int, float, float] | None = (
+            None  # step, LR of the step before, LR: it stays when the jump is over
+        )
         self.risen_step: int | None = None  # in which the LR leaped, or rose last where it climbs
 
     @property
@@ -63,8 +65,8 @@ class Schedule:
             return
         above = usual is not None and lr > LR_JUMP * usual and (peak is None or lr > LR_JUMP / 2 * peak)
         if above and (leap or self.jump_step is not None):  # a ramp climbs, a fault leaps
-            if usual is not None and (self.jump_step is None or leap):
-                self.last_leap = step, usual if self.jump_step is None or last is None else last, lr
+            if last is not None and (self.jump_step is None or leap):
+                self.last_leap = step, float(f"{last:.6g}"), lr
                 self.risen_step = step
             self.jump_step = step if self.jump_step is None else self.jump_step
             return
@@ -98,7 +100,9 @@ class Schedule:
     @property
     def lr_before(self) -> float | None:
         """LR before the jump that is on, else the usual one."""
-        return self._peak if self._climbs else self.usual_lr
+        if self._climbs:
+            return self._peak
+        return self.usual_lr if self.jump_step is None or self.last_leap is None else self.last_leap[1]
 
     def risen(self, step: int) -> tuple[int, float, float] | None:
         """The leap or climb that what began at `step` may follow: (its first step, LR before, LR)."""
@@ -107,7 +111,7 @@ class Schedule:
 
     def resume(self) -> None:
         """A new session: its LR is held against the usual one from its first step on."""
-        self.jump_step, self.last_leap, self.risen_step = None, None, None
+        self.jump_step, self.last_leap, self.risen_step, self.fallen_step = None, None, None, None
         self._rise, self._climbs = None, False
         if self.usual_lr is not None:  # what it rises from is the schedule, not the step before a warm-up
             self._last_lr = self.usual_lr

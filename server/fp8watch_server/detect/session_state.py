@@ -6,6 +6,7 @@ Thread:     detect worker
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -39,6 +40,8 @@ class Stream:
     loss_seen: int | None = None  # num_steps of the last loss
     cause_step: int = 0  # the step in which the cause or a consequence was last seen
     last_seq: int = -1
+    norm_broken: int | None = None  # num_steps of the last whose gradient norm was not finite
+    norm_step: int = 0  # its number
     heard: int = 0  # Engine._num_batches when its last batch came
     seen: Seen = field(default_factory=Seen)  # sequence numbers of its batches
 
@@ -91,6 +94,12 @@ class Stream:
         recent = cause is not None and since <= CONSEQUENCE_STEPS and _follows(cause, found, since)
         self.cause_seen, self.cause_step = self.num_steps, found.step
         if cause is None or not recent:
+            if (
+                found.extra.get("weight_born")
+                and self.norm_broken is not None
+                and self.num_steps <= self.norm_broken + 1
+            ):
+                found = replace(found, extra={**found.extra, "norm_step": self.norm_step})
             if cause is None or since > CONSEQUENCE_STEPS or cause.mode != found.mode:
                 self.cause = found
             return found
@@ -100,6 +109,12 @@ class Stream:
             evidence=(Evidence("nonfinite_sites", found.extra["num_sites"], 0, "sites", found.step),),
             extra={**found.extra, "sites": [*_named(cause), *found.extra["sites"]], "consequence": True},
         )
+
+    def note_norm(self, view: StepView) -> None:
+        """Whether the gradient norm of this step is finite: an update by one that is not breaks the weights of the next."""
+        norm = view.scalar("grad_norm")
+        if norm is not None and not math.isfinite(norm):
+            self.norm_broken, self.norm_step = self.num_steps, view.step
 
     def poisoned_checkpoint(self, view: StepView) -> Finding | None:
         """A checkpoint was saved (`watch.log(checkpoint_saved=1)`) while weights are, or are about to be, non-finite."""

@@ -38,6 +38,9 @@ LONG_MUTED_STEPS = 60
 class Statistics:
     """Baselines and detectors of one attempt of a run."""
 
+    _num_learned = 0
+    """Steps that baselines of sites took in."""
+
     def __init__(self, num_sites: int, limit: Limits) -> None:
         self.limit = limit
         self.num_steps = 0
@@ -185,7 +188,8 @@ class Statistics:
         base.sqnr.push(now.sqnr_db, take)
         base.underflow.push(now.underflow, take)
         base.kurtosis.push(now.log2_kurtosis, take)
-        if ctx.warm and self.num_steps % BASELINE_STEPS == 0:
+        self._num_learned += 1
+        if ctx.warm and self._num_learned % BASELINE_STEPS == 0:
             base.came_to.push(went_back_from(base.amax, self.limit))
 
 

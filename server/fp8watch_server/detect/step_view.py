@@ -9,6 +9,7 @@ Columns are taken from the batch once and sliced by step. A field of a group tha
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -29,6 +30,7 @@ ROLES = ("input", "weight", "grad_output", "output")
 """`output` is a probe: what a module returned, never quantised, or what a Linear in high precision was given."""
 
 
+_NUMBER = re.compile(r"\d+")
 PER_TENSOR = ("delayed", "current")
 """Recipes with one scale a tensor."""
 
@@ -84,6 +86,11 @@ class SiteTable:
         names = {m: k for k, m in enumerate(dict.fromkeys(f.module for f in facts))}
         self.modules = list(names)
         self.module = np.array([names[f.module] for f in facts], dtype=np.int64)
+        alike: dict[str, int] = {}
+        # Modules with the same name but for a number: those of other layers, other experts.
+        self.kind_of_module = np.array(
+            [alike.setdefault(_NUMBER.sub("#", name), len(alike)) for name in self.modules], dtype=np.int64
+        )
         columnwise = {(f.module, f.operand): k for k, f in enumerate(facts) if f.direction == "columnwise"}
         # Row of the columnwise site of the same operand, −1 where there is none: its tiles go across tokens.
         self.across = np.array(

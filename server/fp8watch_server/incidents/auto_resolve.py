@@ -1,4 +1,4 @@
-"""Automatic resolution of incidents after twenty clean steps, with their message.
+"""Automatic resolution of incidents after twenty clean steps, with their message; not of what a session says of itself, as long as it does.
 
 Shapes:     the last step that every live rank has delivered -> rows of incident, incident_event, outbox
 Thread:     detect worker, inside one write transaction
@@ -12,6 +12,8 @@ from typing import Any
 import sqlalchemy as sa
 
 from fp8watch_server.db import schema
+from fp8watch_server.detect.precedence import BLIND
+from fp8watch_server.detect.sessions import BLIND_FACT
 from fp8watch_server.incidents.messages import write_resolved
 from fp8watch_server.incidents.rows import IncidentChange, change_of, key_of, num_events, write_event
 
@@ -48,7 +50,7 @@ def close_quiet(
     changes = []
     for got in list(quiet.mappings()):
         apart = max(stride, _stride(conn, dict(got)))
-        if got["last_step"] > current_step - after_clean_steps * apart:
+        if got["last_step"] > current_step - after_clean_steps * apart or _stands(conn, dict(got)):
             continue
         row = {**got, "status": "resolved", "resolved_at": now, "updated_at": now}
         conn.execute(sa.update(t).where(*key_of(t, row)).values(status="resolved", resolved_at=now, updated_at=now))
@@ -70,3 +72,25 @@ def _stride(conn: sa.Connection, row: Mapping[str, Any]) -> int:
         )
     ).scalars()
     return max((int(detail.get("stride", 1)) for detail in details), default=1)
+
+
+def _stands(conn: sa.Connection, row: Mapping[str, Any]) -> bool:
+    """Whether it is about what a session says of itself and goes on saying: that much of a model sends nothing is told once, and nothing
+    more comes of it."""
+    if row["mode"] != "recipe-mismatch":
+        return False
+    e, s = schema.incident_event.c, schema.session.c
+    details = sa.select(e.detail).where(
+        e.run_id == row["run_id"], e.tenant == row["tenant"], e.incident_id == row["id"]
+    )
+    if all(detail.get("kind") != BLIND for detail in conn.execute(details).scalars()):
+        return False
+    later = schema.session.alias().c
+    newer = sa.select(sa.literal(1)).where(
+        later.run_id == s.run_id, later.tenant == s.tenant, later.rank == s.rank, later.attempt > s.attempt
+    )
+    said: sa.ColumnElement[str] = sa.type_coerce(s.facts, sa.JSON)[BLIND_FACT].as_string()
+    now = sa.select(sa.literal(1)).where(
+        s.run_id == row["run_id"], s.tenant == row["tenant"], said != "", ~newer.exists()
+    )
+    return conn.execute(now.limit(1)).first() is not None

@@ -26,6 +26,11 @@ VERDICT_TEXT = {
 }
 
 
+OBSERVED = "observe"
+OBSERVED_TEXT = "Verdict: FP8. This GEMM computes as before: it is what the recipe would do to it."
+"""Of a site of which nothing is quantised."""
+
+
 @dataclass(frozen=True)
 class Explanation:
     """The words and numbers of an incident, as CONTRACT names them."""
@@ -52,7 +57,7 @@ def explain(finding: Finding, sites: Mapping[int, SiteFacts]) -> Explanation:
         verdict=finding.verdict,
         place=_place(finding, facts),
         evidence=[e.as_json() for e in finding.evidence],
-        cause=f"{cause} {_verdict(finding)}",
+        cause=f"{cause} {_verdict(finding, facts)}",
         fix=[
             f.as_json()
             for f in fixes(
@@ -87,8 +92,10 @@ def _place(finding: Finding, facts: SiteFacts | None) -> dict[str, Any]:
     }
 
 
-def _verdict(finding: Finding) -> str:
+def _verdict(finding: Finding, facts: SiteFacts | None) -> str:
     text = MODE_BY_SLUG[finding.mode].verdict_words.get(finding.verdict, VERDICT_TEXT[finding.verdict])
+    if finding.verdict == "fp8" and facts is not None and facts.recipe == OBSERVED and text in VERDICT_TEXT.values():
+        text = OBSERVED_TEXT
     if not finding.extra.get("loss_given", True):
         text += f" ({LOSS_NOT_SEEN})" if not finding.extra.get("loss_seen") else " (no loss in this step)"
     return text

@@ -275,7 +275,7 @@ def _note_regression(conn: sa.Connection, incident: Open) -> None:
         .limit(32)
     )
     for got in earlier:
-        if got.place.get("module") == row["place"]["module"] and got.place.get("operand") == row["place"]["operand"]:
+        if all(got.place.get(name) == row["place"].get(name) for name in ("module", "operand", "expert")):
             where = "" if got.attempt == row["attempt"] else f" of attempt {got.attempt}"
             row["cause"] += f" It was here before: steps {got.first_step} to {got.last_step}{where}, resolved."
             kind, step, detail = incident.events[0]

@@ -219,7 +219,9 @@ def _agents(conn: Connection, run_ids: list[str], budget: _Budget) -> Iterable[M
         "fp8watch_agent_dropped_records", "Records that agents gave up", labels=["run", "reason"]
     )
     overhead = GaugeMetricFamily(
-        "fp8watch_agent_overhead_ratio", "Share of step time that the agent takes, worst rank", labels=["run"]
+        "fp8watch_agent_overhead_ratio",
+        "Share of step time that the watch times of itself, a lower bound, worst rank",
+        labels=["run"],
     )
     by_reason: dict[tuple[str, str], float] = {}
     worst: dict[str, float] = {}

@@ -35,6 +35,8 @@ Floats = npt.NDArray[np.float64]
 
 SIGMA = 15.0
 MIN_KNOWN = 8
+LONG_KNOWN = 32
+"""Moves from which on a weight's own scatter holds updates that come once in some steps, as Shampoo's new preconditioners."""
 MIN_OTHERS = 5
 """Weights from which on their own scatter in a step says what is ordinary in it."""
 FEW = 0.1
@@ -54,6 +56,8 @@ class Corruption(Detector):
     """Leaps of single weights."""
 
     modes = ("silent-data-corruption", "outlier-growth")
+    _turn: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
+    """Steps between the last two looks at each. [S]"""
 
     def __init__(self, num_sites: int) -> None:
         self._last = np.full(num_sites, np.nan)
@@ -115,17 +119,17 @@ class Corruption(Detector):
         known = np.isfinite(move)
         usual, spread = np.nan_to_num(self._moves.median()), self._moves.spread(limit.weight_floor_octaves)
         known &= ~(self._apart & (now.holders("amax_max")[0] != self._of))
+        need, apart_from_all = _apart_from_all(move, usual, known, np.maximum(CERTAIN_OCTAVES, SIGMA * spread))
         with np.errstate(invalid="ignore"):
-            leap = known & (np.abs(move - usual) > np.maximum(CERTAIN_OCTAVES, SIGMA * spread)) & ~self._reason
+            leap = known & (np.abs(move - usual) > need) & (apart_from_all > need) & ~self._reason
         leap &= self._moves.count >= MIN_KNOWN
         if not leap.any() or np.count_nonzero(leap) > max(1, FEW * np.count_nonzero(known)):
             return None
-        self._last = np.where(leap, now.log2_amax, self._last)
+        self._last, last_at = np.where(leap, now.log2_amax, self._last), self._last_at
         looked_at = self._looked_at
         measured = looked_at is not None and looked_at[0] == self._last_step and len(looked_at[1]) == len(leap)
-        return self._leap(
-            now, leap, move, usual, known, bool(measured and looked_at and looked_at[1][leap].all()), first=True
-        )
+        ordinary = bool(measured and looked_at and looked_at[1][leap].all())
+        return self._leap(now, leap, move, usual, known, ordinary, last_at, first=True)
 
     def observe(self, ctx: Context) -> list[Finding]:
         """Judge one step."""
@@ -137,25 +141,26 @@ class Corruption(Detector):
             return []
         move = amax - self._last
         apart = now.step - self._last_step if self._last_step is not None else 1
-        # An expert that rests moves by all of its steps at once when it is called again.
-        rested = (self._last_at >= 0) & (now.step - self._last_at > 2 * apart)
+        # An expert that rests moves by all of its steps at once when it is called again; a Linear that has turns comes in its turn.
+        since = np.where(self._last_at >= 0, now.step - self._last_at, 0)
+        self._turn = np.pad(self._turn, (0, len(since) - len(self._turn)))
+        rested = since > 2 * np.maximum(apart, self._turn)
+        self._turn = np.where(np.isnan(amax) | (since == 0), self._turn, since)
         of, differ = now.holders("amax_max")
         rested |= self._apart & (of != self._of)
         move[rested], apart = np.nan, min(MAX_APART, apart)
         self._of, self._apart = np.where(np.isnan(amax), self._of, of), self._apart | (differ & weights)
-        self._last = np.where(np.isnan(amax), self._last, amax)
+        self._last, last_at = np.where(np.isnan(amax), self._last, amax), self._last_at
         self._last_at = np.where(np.isnan(amax), self._last_at, now.step)
         self._last_step = now.step
         known = ~np.isnan(move)
         spread = self._moves.spread(ctx.limit.weight_floor_octaves)
-        need = np.maximum(ctx.limit.corruption_jump_octaves * max(apart, 1), SIGMA * spread)
+        steps = np.clip(np.where(np.isnan(amax), apart, since), 1, MAX_APART)
+        need = np.maximum(ctx.limit.corruption_jump_octaves * steps, SIGMA * spread)
         usual = np.nan_to_num(self._moves.median())
-        common = float(np.median(move[known])) if known.any() else 0.0
-        own, apart_from_all = np.abs(move - usual), np.abs(move - usual - common)
-        if np.count_nonzero(known) >= MIN_OTHERS:  # after a jump of the LR all of them scatter more, and one the most
-            need = np.maximum(need, SIGMA * MAD_TO_SIGMA * float(np.median(apart_from_all[known])))
+        need, apart_from_all = _apart_from_all(move, usual, known, need)
         with np.errstate(invalid="ignore"):
-            leap = known & (own > need) & (apart_from_all > need) & (self._moves.count >= MIN_KNOWN)
+            leap = known & (np.abs(move - usual) > need) & (apart_from_all > need) & (self._moves.count >= MIN_KNOWN)
         goes_on = self._follow(move, leap, amax, now.step)
         self._moves.push(move, ~(leap | goes_on))
         found = self._settled(now, goes_on)
@@ -172,23 +177,28 @@ class Corruption(Detector):
             return found
         # A weight is written by the gradient of the step before: only one that was measured can be called ordinary.
         measured = looked_at is not None and looked_at[0] == now.step - 1 and len(looked_at[1]) == len(leap)
-        ordinary = bool(measured and looked_at is not None and looked_at[1][int(now.in_flow(leap)[0])])
+        first = int(now.in_flow(leap)[0])
+        ordinary = bool(measured and looked_at is not None and looked_at[1][first] and since[first] == 1)
         norms = now.scalar("grad_norm"), float(ctx.base.grad_norm.median()[0])
-        corrupted = self._leap(now, leap, move, usual, known, ordinary, norms, seen=apart == 1)
-        if bool(np.all(np.abs(move[leap]) < CERTAIN_OCTAVES)):
+        mild = bool(np.all(np.abs(move[leap]) < CERTAIN_OCTAVES))
+        new = mild and not ordinary and int(self._moves.count[leap].max()) < LONG_KNOWN
+        corrupted = self._leap(now, leap, move, usual, known, ordinary, last_at, norms, seen=apart == 1, new=new)
+        if mild:
             self._held = corrupted
             return found
         return [*found, corrupted]
 
     @staticmethod
     def _leap(
-        now: CrossRankStep, leap: Mask, move: Floats, usual: Floats, known: Mask, ordinary: bool,
-        norms: tuple[float | None, float] = (None, math.nan), *, seen: bool = True, first: bool = False,
+        now: CrossRankStep, leap: Mask, move: Floats, usual: Floats, known: Mask, ordinary: bool, last_at: npt.NDArray[np.int64],
+        norms: tuple[float | None, float] = (None, math.nan), *, seen: bool = True, first: bool = False, new: bool = False,
     ) -> Finding:  # fmt: skip
         """Weights that leaped alone, after a gradient that was ordinary or is not known.
 
         Args:
+            last_at: step in which each was looked at before. [S]
             first: values broke in this step, behind them.
+            new: they leaped by little, and how this optimizer moves weights has hardly been seen.
         """
         rows = now.in_flow(leap)
         row = int(rows[0])
@@ -203,11 +213,12 @@ class Corruption(Detector):
             evidence.append(Evidence("grad_norm", float(f"{norm:.4g}"), float(f"{usual_norm:.4g}"), "", None))
         return now.finding(
             "silent-data-corruption",
-            "critical",
+            "warning" if new else "critical",
             rows,
             evidence,
             "shared" if ordinary else "unknown",
             tile="worst_tile",
+            between=(int(last_at[row]), now.step),
             octaves=float(move[row]),
             by_hash=False,
             gradient_seen=ordinary,
@@ -278,3 +289,13 @@ class Corruption(Detector):
         if norm is not None and math.isfinite(usual):
             return np.ones(len(table), dtype=np.bool_)
         return np.isin(table.module, table.module[ctx.gradients() & np.isfinite(ctx.above_usual)])
+
+
+def _apart_from_all(move: Floats, usual: Floats, known: Mask, need: Floats) -> tuple[Floats, Floats]:
+    """(what a leap must be more than, how far each moved beside what all did): after a jump of the LR, or in a divergence, all of them
+    scatter more, and one the most. [S], octaves"""
+    common = float(np.median(move[known])) if known.any() else 0.0
+    apart = np.abs(move - usual - common)
+    if np.count_nonzero(known) >= MIN_OTHERS:
+        need = np.maximum(need, SIGMA * MAD_TO_SIGMA * float(np.median(apart[known])))
+    return need, apart

@@ -22,17 +22,15 @@ import numpy.typing as npt
 from fp8watch_agent.batch_names import HASH
 from fp8watch_agent.record import Measured
 from fp8watch_agent.training_names import WEIGHTS_CHANGED, WEIGHTS_LOOKED
-from fp8watch_server.detect.baseline import MAD_TO_SIGMA
 from fp8watch_server.detect.context import Context
 from fp8watch_server.detect.cross_rank_step import CrossRankStep, measured
 from fp8watch_server.detect.detector import Detector
+from fp8watch_server.detect.families.ordinary_losses import came_before, of_skewed
 from fp8watch_server.detect.finding import LOSS_FLOW, Evidence, Finding, Severity, Verdict
 from fp8watch_server.detect.limits import Limits
 
 SIGMA_FLOOR_SHARE = 0.01
 """Of the loss: the smallest spread that is believed."""
-SKEWED_SIGMA = 4.0
-"""Of the logarithm of the loss: a loss of each 30,000, where it is that which is normal."""
 INPUT_SIGMA = 4.0
 LR_BEFORE = 6
 """Observed steps before the jump of the loss in which a leap of the LR, or the last of a climb, is its cause."""
@@ -43,6 +41,7 @@ BRIEF_RATIO = 2.0
 """A jump to less than this times the usual loss that is over after so many steps is a notice: data have odd batches."""
 SMALL_SHARE = 0.5
 """Of the usual rows: with so many or fewer a batch is a small one, and its loss scatters by that much more."""
+KEPT_LOSSES = 256
 KEPT = 64
 """Batches that are looked back."""
 NEARLY_NOTHING = 0.05
@@ -50,12 +49,18 @@ NEARLY_NOTHING = 0.05
 LEARNT, LITTLE = 0.02, 0.15
 """Of the first loss, the usual one and the height of a jump: the data are learnt by heart, and one row of a batch that is not is a
 jump by multiples."""
+MOST_NATS = 16.0
+"""A first loss above this is no cross-entropy, not even over a vocabulary of millions: what falls far from it has a unit, and learns."""
 WRITTEN_BEFORE = 8
-"""Steps in which no weight was written before: what writes them every few steps is no news."""
+"""Observed steps in which no weight was written before: what writes them every few steps is no news."""
 UNFROZEN_SHARE = 0.25
 """Of all sites of gradients, that have their first one: parameters began to train. An expert's first tokens are fewer."""
 SIZES = 16
 """Observed steps whose batch sizes say what is usual."""
+HIGHER = 2.0
+"""Times the height of a jump that goes on: what jumps further is another matter."""
+CALM = 3
+"""Ordinary losses in a row, from which on one that was up is over: while it goes down some dip."""
 LR_STEPS = 2
 """Observed steps after which a loss that stays up is told, where the LR is known to have leaped."""
 
@@ -104,6 +109,12 @@ class LossJumps(Detector):
     parts = (_Inputs, _Jump)
     _left = False
     """The loss is still up after a jump that others tell: it does not begin again."""
+    _goes_on = False
+    """A jump was told that did not come back: what is up now is that one, but for a jump of HIGHER times its height."""
+    _height = 0.0
+    """Of that jump, over what was usual."""
+    _calm = 0
+    """Ordinary losses in a row: with CALM of them both are over."""
     _sizes: tuple[float, ...] = ()
     """Rows a call into the first GEMM, of the last steps."""
     _batches: tuple[tuple[int, float], ...] = ()
@@ -113,8 +124,12 @@ class LossJumps(Detector):
     _unfrozen: tuple[int, int, int] | None = None
     _first: float | None = None
     """The first loss of the run."""
-    _written: int = -1
-    """Step before which weights were written last, by anything but an optimizer."""
+    _losses: tuple[float, ...] = ()
+    """The last ones that were of no jump."""
+    _num_steps = 0
+    """Observed."""
+    _written: int | None = None
+    """Which of them is the last before which weights were written by anything but an optimizer."""
 
     def __init__(self, num_sites: int = 0) -> None:
         self._jump: _Jump | None = None
@@ -127,7 +142,7 @@ class LossJumps(Detector):
 
     def resume(self) -> None:
         """A jump of the attempt before is over."""
-        self._jump, self._left, self._batches = None, False, ()
+        self._jump, self._left, self._goes_on, self._batches, self._written = None, False, False, (), None
 
     @property
     def holds_loss(self) -> bool:
@@ -137,17 +152,19 @@ class LossJumps(Detector):
     def observe(self, ctx: Context) -> list[Finding]:
         """Judge one step."""
         loss, grad_norm = ctx.now.scalar("loss"), ctx.now.scalar("grad_norm")
+        written = self._notice_written(ctx)
         if not ctx.clean or (loss is not None and not math.isfinite(loss)):
             return self.cut_off(ctx.now, ctx.limit)
         if loss is None:
             return []
         small, seen_before = self._small(ctx), self._seen_before(ctx)
         self._notice_unfrozen(ctx)
-        written = self._notice_written(ctx)
         self._first = loss if self._first is None else self._first
         if self._jump is None:
             self._jump = self._begins(ctx, loss, grad_norm)
-            if self._jump is not None:
+            if self._jump is None:
+                self._losses = (*self._losses, loss)[-KEPT_LOSSES:]
+            else:
                 self._jump.small, self._jump.seen_before, self._jump.written = small, seen_before, written
                 if self._unfrozen is not None and ctx.now.step - self._unfrozen[0] <= LR_BEFORE:
                     self._jump.unfrozen = self._unfrozen
@@ -165,11 +182,16 @@ class LossJumps(Detector):
             return []
         self._jump = None
         jump.small_loss = 0 < jump.loss < NEARLY_NOTHING * self._first
-        jump.learnt = jump.usual < LEARNT * self._first and 0 < jump.loss < LITTLE * self._first
+        jump.learnt = 0 < jump.usual < LEARNT * self._first and jump.loss < LITTLE * min(self._first, MOST_NATS)
         if back and not _norm_jumped(jump, ctx.limit):
             return []
+        if self._goes_on and back and jump.lr is not None:
+            return []
         told = _finding(ctx.now, jump, back=back)
-        self._left = not told and not back
+        self._left, self._calm = not told and not back, 0
+        if back:  # from a worse one to the one that goes on
+            return told
+        self._goes_on, self._height = bool(told), jump.loss - jump.usual if told else 0.0
         return told
 
     def _small(self, ctx: Context) -> tuple[float, float] | None:
@@ -208,11 +230,13 @@ class LossJumps(Detector):
 
     def _notice_written(self, ctx: Context) -> tuple[int, int] | None:
         """(weights that something wrote between the optimizer's last step and this one, of those looked at), where that is news."""
-        logs = next((logs for view in ctx.now.views if (logs := view.logs()).get(WEIGHTS_CHANGED)), None)
+        self._num_steps += 1
+        views = sorted(ctx.now.views, key=lambda view: view.rank)
+        logs = next((logs for view in views if (logs := view.logs()).get(WEIGHTS_CHANGED)), None)
         if logs is None:
             return None
-        last, self._written = self._written, ctx.now.step
-        if last >= 0 and ctx.now.step - last <= WRITTEN_BEFORE:
+        last, self._written = self._written, self._num_steps
+        if last is not None and self._num_steps - last <= WRITTEN_BEFORE:
             return None
         return int(logs[WEIGHTS_CHANGED]), int(logs.get(WEIGHTS_LOOKED, 0))
 
@@ -229,8 +253,11 @@ class LossJumps(Detector):
         usual = float(ctx.base.loss.median()[0])
         spread = float(ctx.base.loss.spread(SIGMA_FLOOR_SHARE * abs(usual))[0])
         far = max(ctx.limit.loss_jump_sigma * spread, ctx.limit.loss_jump_min * abs(usual))
-        if loss - usual <= far or loss - usual <= _of_skewed(ctx.base.loss.ordered()[0], usual):
-            self._left = False
+        ordinary = loss - usual <= far or loss - usual <= of_skewed(ctx.base.loss.ordered()[0], usual)
+        self._calm = self._calm + 1 if ordinary else 0
+        if ordinary or came_before(self._losses, usual, loss):
+            if self._calm >= CALM or not ordinary:
+                self._left = self._goes_on = False
             return None
         if not ctx.warm:  # where it is up when statistics begin to judge, it did not jump there
             self._left = True
@@ -238,6 +265,9 @@ class LossJumps(Detector):
             return None
         usual_norm = float(ctx.base.grad_norm.median()[0])
         step, leap, risen = ctx.now.step, ctx.schedule.last_leap, ctx.schedule.risen_step
+        lr = leap if risen is not None and step - LR_BEFORE <= risen else None
+        if self._goes_on and lr is None and loss - usual <= HIGHER * self._height:
+            return None
         return _Jump(
             step=step,
             num=0,
@@ -248,20 +278,9 @@ class LossJumps(Detector):
             grad_norm=grad_norm if grad_norm is not None and math.isfinite(grad_norm) else None,
             usual_grad_norm=usual_norm if math.isfinite(usual_norm) else None,
             batch_id=ctx.now.batch_id,
-            lr=leap if risen is not None and step - LR_BEFORE <= risen else None,
+            lr=lr,
             inputs=_look(ctx),
         )
-
-
-def _of_skewed(losses: npt.NDArray[np.floating[Any]], usual: float) -> float:
-    """How far above its median a loss lies in health that scatters by a factor, as one that is weighted by rows or by rewards does: the
-    spread of such losses says little of the largest. Less than 6 σ where they scatter by less than a fifth."""
-    seen = losses.astype(np.float64)
-    seen = seen[np.isfinite(seen)]
-    if not len(seen) or not (seen > 0).all():
-        return 0.0
-    logs = np.log(seen)
-    return usual * math.expm1(SKEWED_SIGMA * MAD_TO_SIGMA * float(np.median(np.abs(logs - np.median(logs)))))
 
 
 def _look(ctx: Context) -> _Inputs | None:
@@ -306,8 +325,10 @@ def _finding(now: CrossRankStep, jump: _Jump, *, back: bool, cut: bool = False) 
     if jump.grad_norm is not None:
         usual = None if jump.usual_grad_norm is None else float(f"{jump.usual_grad_norm:.4g}")
         evidence.append(Evidence("grad_norm", float(f"{jump.grad_norm:.4g}"), usual, "", jump.step))
+    then = now.scalar("loss") or 0.0
     if back:
         evidence.append(Evidence("recovered_after", after, "5 or less", "steps", jump.step))
+        evidence.append(Evidence("loss_after", round(then, 4), round(jump.usual, 4), "", now.step))
     else:
         evidence.append(Evidence("steps_above", after, 0, "steps", jump.step))
     if jump.unfrozen is not None:
@@ -332,6 +353,7 @@ def _finding(now: CrossRankStep, jump: _Jump, *, back: bool, cut: bool = False) 
         "jump_batch_id": jump.batch_id,
         "shift": not back and not cut,
         "cut": now.step if cut else None,
+        "most_of_the_way": back and then > jump.usual + 3 * jump.spread,
         "small_loss": jump.small_loss,
         "learnt": jump.learnt and jump.seen_before is None,
         "jump_of": _why(jump),

@@ -130,10 +130,21 @@ def _in_operand(view: StepView, mode: str, first: int, broken: npt.NDArray[np.in
             "weight_born": weight_born,
             "probe": facts.is_probe,
             "entered": kernel_output.num_entered(view, first),
+            "given_finite": _given_finite(view, first),
             "kind": "inf" if view.infinite[first] else "nan",
             **_expert(view, f"{facts.module}.{facts.operand}.{facts.direction}"),
         },
     )
+
+
+def _given_finite(view: StepView, first: int) -> bool:
+    """Whether record `first` is what a module in high precision returned, and what that was given was measured and is finite."""
+    facts, table = view.facts(first), view.columns.table
+    if not facts.is_probe or facts.operand != "output":
+        return False
+    known = (table.module[view.row] == table.module[view.row[first]]) & view.has(Measured.COUNTS | Measured.CAST)
+    given = [i for i in np.flatnonzero(known) if view.facts(int(i)).operand == "input"]
+    return bool(given) and not view.nonfinite[given].any()
 
 
 def _expert(view: StepView, site: str) -> dict[str, int]:

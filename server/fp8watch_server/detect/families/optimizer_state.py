@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import numpy.typing as npt
 
 from fp8watch_agent.training_names import (
     CHANGED,
@@ -25,6 +26,7 @@ from fp8watch_agent.training_names import (
     SECOND_ZERO,
     WEIGHTS_CHANGED,
     WEIGHTS_LOOKED,
+    WRITTEN,
 )
 from fp8watch_server.detect.context import Context
 from fp8watch_server.detect.detector import Detector
@@ -50,9 +52,8 @@ class OptimizerState(Detector):
     _num_steps = 0
     _written = -1  # the last step before which weights were
     _since = -1  # the first, where the run did without before
-    _first: tuple[
-        int, ...
-    ] = ()  # what was seen then: a rank, how many of them, weights, of so many; empty: nothing is to be told
+    _first: tuple[int, int, int, int, str] | tuple[()] = ()
+    """What was seen then: a rank, how many of them, weights, of so many, the first of them; empty: nothing is to be told."""
     _is_told = False
 
     def __init__(self, num_sites: int = 0) -> None:
@@ -96,10 +97,9 @@ class OptimizerState(Detector):
         if len(ctx.now.ranks) > 1:
             evidence.append(Evidence("ranks", len(hit), None, f"of {len(ctx.now.ranks)}", ctx.now.step))
         module = name.rpartition(" of ")[2].rpartition(".")[0]
-        weights = [i for i, f in enumerate(ctx.now.table.facts) if f.module == module and f.operand == "weight"]
         return [
             ctx.now.finding(
-                "silent-data-corruption", "warning", np.array(weights, dtype=np.int64), evidence, "shared", kind="moments", first=name, changed=changed,
+                "silent-data-corruption", "warning", _weights_of(ctx, module), evidence, "shared", kind="moments", first=name, changed=changed,
                 looked=looked, rank=rank, not_before=ctx.now.step,
             )
         ]  # fmt: skip
@@ -117,20 +117,23 @@ class OptimizerState(Detector):
             if last < 0 and self._num_steps > FROM_THE_START:
                 rank, logs = hit[0]
                 self._since = step
-                self._first = rank, len(hit), int(logs[WEIGHTS_CHANGED]), int(logs.get(WEIGHTS_LOOKED, 0))
+                name = next((n.removeprefix(WRITTEN) for n in logs if n.startswith(WRITTEN)), "")
+                self._first = rank, len(hit), int(logs[WEIGHTS_CHANGED]), int(logs.get(WEIGHTS_LOOKED, 0)), name
             elif self._is_told and step - last > STAYS_STEPS:
                 self._first = ()  # it is done on purpose
         if not self._first or step - self._since < HOLD_STEPS or (self._is_told and not hit):
             return None
         since, held, self._is_told = self._since, step - self._since, True
-        rank, num_ranks, changed, looked = self._first
+        rank, num_ranks, changed, looked, name = self._first
         evidence = [Evidence("weights_changed", changed, 0, f"of {looked} looked at", since)]
+        if name:
+            evidence.append(Evidence("first_of_them", name, None, "", since))
         if len(ctx.now.ranks) > 1:
             evidence.append(Evidence("ranks", num_ranks, None, f"of {len(ctx.now.ranks)}", since))
         return [
             ctx.now.finding(
-                "silent-data-corruption", "info", np.array([], dtype=np.int64), evidence, "shared", kind="weights-written",
-                changed=changed, looked=looked, rank=rank, began=since, not_before=since, held=held,
+                "silent-data-corruption", "info", _weights_of(ctx, name.rpartition(".")[0] if changed == 1 else ""), evidence, "shared", kind="weights-written",
+                first=name, changed=changed, looked=looked, rank=rank, began=since, not_before=since, held=held,
             )
         ]  # fmt: skip
 
@@ -160,3 +163,9 @@ class OptimizerState(Detector):
                 not_before=0 if last < 0 and not logs.get(MOMENTS_CHANGED) else ctx.now.step, consequence=goes_on,
             )
         ]  # fmt: skip
+
+
+def _weights_of(ctx: Context, module: str) -> npt.NDArray[np.int64]:
+    """Rows of the sites of a module's weight."""
+    rows = [i for i, f in enumerate(ctx.now.table.facts) if f.module == module and f.operand == "weight"]
+    return np.array(rows, dtype=np.int64)

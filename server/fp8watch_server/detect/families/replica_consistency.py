@@ -35,6 +35,8 @@ LEARN_STEPS = 8
 MOST_AGREED, AGREED_TIMES = 8, 4
 """Weights that agreed between ranks which get no gradients of each other, and how many times as many as differed: more are kept equal by
 something else than gradients."""
+SURE_STEPS = 8
+"""Steps in which those that were compared agreed, from which on they are known to be kept so: what differs later is wrong, however many do."""
 REDUCTION_FACT = "amax_reduction"
 """Fact of a session: mesh axes that amax is reduced over, as "dp,tp"."""
 
@@ -52,6 +54,8 @@ class Agreement:
         self._last_scale: Array = np.zeros(0)
         self._parts = GradientParts()
         self._num_agreed = self._num_differed = 0  # weights, between parts that are known
+        self._num_steps_equal = 0  # in which all of them agreed that were compared
+        self._kept_equal = False
         self._told_parts = False
 
     def session(self, facts: SessionFacts) -> None:
@@ -59,7 +63,8 @@ class Agreement:
         known = self._sessions.get(facts.rank)
         if known is not None and known.session != facts.session:
             self._parts.forget()
-            self._num_agreed = self._num_differed = 0
+            self._num_agreed = self._num_differed = self._num_steps_equal = 0
+            self._kept_equal = self._told_parts = False
         self._sessions[facts.rank] = facts
 
     def observe(self, now: CrossRankStep) -> list[Finding]:
@@ -94,23 +99,31 @@ class Agreement:
             groups = [[whole[k] for k in part] for part in self._parts.split([ranks[i] for i in whole])]
             if len(groups) > 1:
                 both, differ = _differing(columns, has, whole)
-                self._num_differed += int(np.count_nonzero(differ))
-                self._num_agreed += int(np.count_nonzero(both & ~differ))
                 if len(groups) == len(whole):  # one rank each, which agrees with itself
                     agreed = both & ~differ
-                if self._num_agreed >= MOST_AGREED and self._num_agreed > AGREED_TIMES * self._num_differed:
+                if self._are_kept_equal(both, differ):
                     groups = [whole]
                 elif differ.any() and not self._told_parts:
-                    apart = self._no_replicas(now, [[ranks[i] for i in group] for group in groups], both, differ)
+                    parts = sorted(sorted(ranks[i] for i in group) for group in groups)
+                    apart = self._no_replicas(now, parts, both, differ)
             for group in groups:
                 both, differ = _differing(columns, has, group)
-                if differ.any() and found is None:
+                if differ.any() and found is None and not self._parts.waits():
                     found = self._corrupted(now, [ranks[i] for i in group], columns[np.array(group)], both, differ)
                 agreed &= both & ~differ
             self._agreed_at[agreed] = now.step
         if found is None and apart is not None:
             self._told_parts = True
         return found or apart
+
+    def _are_kept_equal(self, both: Mask, differ: Mask) -> bool:
+        """Whether weights of ranks that get no gradients of each other agree all the same, and have to."""
+        self._num_differed += int(np.count_nonzero(differ))
+        self._num_agreed += int(np.count_nonzero(both & ~differ))
+        most = self._num_agreed >= MOST_AGREED and self._num_agreed > AGREED_TIMES * self._num_differed
+        self._num_steps_equal += bool(both.any() and not differ.any())
+        self._kept_equal |= most and self._num_steps_equal >= SURE_STEPS
+        return most or self._kept_equal
 
     def _no_replicas(self, now: CrossRankStep, parts: list[list[int]], both: Mask, differ: Mask) -> Finding:
         """Parts of the ranks get no gradients of each other, and their weights are not the same."""

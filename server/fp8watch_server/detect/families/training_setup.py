@@ -5,7 +5,8 @@ Shapes:     what gradients are clipped to, attention modules that see ahead, per
 Thread:     detect worker
 
 Neither is a matter of FP8, and neither need show in the loss: it even falls where a causal model begins to see what it is
-to predict. Clipping is told where it was there in each step and is gone for some, or is to another norm that stays.
+to predict. Clipping is told where it was there in each step and is gone for some, or is to another norm that stays; where
+another optimizer takes over in that step it is another stage of training, and information.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from fp8watch_agent.training_names import CLIP_NORM, SEES_AHEAD
+from fp8watch_agent.training_names import CLIP_NORM, OPTIMIZER_BEGINS, SEES_AHEAD
 from fp8watch_server.detect.context import Context
 from fp8watch_server.detect.detector import Detector
 from fp8watch_server.detect.finding import Evidence, Finding, Severity
@@ -33,6 +34,8 @@ class TrainingSetup(Detector):
 
     modes = ("recipe-mismatch", "optimizer-divergence")
     between_samples = True
+    _begun = -1
+    """Step that an optimizer ended in the stead of another, the last one; a state that was saved before has none."""
 
     def __init__(self, num_sites: int = 0) -> None:
         self._usual, self._num_usual = math.nan, 0  # norm, steps in a row
@@ -56,6 +59,8 @@ class TrainingSetup(Detector):
         """Judge one step."""
         logs = ctx.now.logs
         norm = logs.get(CLIP_NORM, math.nan)
+        if logs.get(OPTIMIZER_BEGINS):
+            self._begun = ctx.now.step
         clipping, beyond = self._clipping(ctx, norm), self._beyond(ctx, norm)
         clipping = None if beyond is not None else clipping  # it says both
         return [f for f in (clipping, beyond, self._ahead(ctx, logs)) if f is not None]
@@ -100,15 +105,17 @@ class TrainingSetup(Detector):
             return None
         usual, num, clipping = self._usual, self._num_usual, self._num_clipping
         self._usual, self._num_usual, self._num_clipping, self._num_now = norm, 0, 0, 0
-        often = clipping > num // 10
-        if not norm < usual:
+        often, taken_over = clipping > num // 10, self._since == self._begun
+        if not norm < usual and not taken_over:
             self._lost, self._lost_since = usual, self._since
         now = "none" if math.isnan(norm) else float(f"{norm:.4g}")
         evidence = [
             Evidence("clip_norm", now, float(f"{usual:.4g}"), "", self._since),
             Evidence("steps_that_were_clipped", clipping, None, f"of {num} before", self._since),
         ]
-        severity: Severity = "warning" if often and not norm < usual else "info"
+        if taken_over:
+            evidence.append(Evidence("optimizer", "another one", None, "from this step on", self._since))
+        severity: Severity = "warning" if often and not norm < usual and not taken_over else "info"
         return self._finding(ctx, severity, evidence, "clipping", self._since)
 
     def _ahead(self, ctx: Context, logs: dict[str, float]) -> Finding | None:

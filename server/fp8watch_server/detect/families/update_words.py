@@ -206,7 +206,7 @@ _FIXES: dict[str, tuple[str, ...]] = {
     "gradient-sum": (
         "Look at what reduces gradients: a communication hook, no_sync around a backward that should reduce, buckets whose all-reduce is not waited for, find_unused_parameters, a process that skips a batch.",
         "Compare hashes of the weights between processes: where they differ, go back to the checkpoint before it.",
-        "If gradients are changed on purpose from here on (compression, noise, values clipped by code of your own): silence this.",
+        "If gradients are changed on purpose from here on (noise, values clipped by code of your own, a communication hook that begins to compress, as PowerSGD's behind start_powerSGD_iter): silence this.",
     ),
     "gradient-noise": (
         "If noise is meant from here on (regularisation, differential privacy): nothing.",

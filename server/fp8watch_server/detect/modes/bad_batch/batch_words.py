@@ -81,19 +81,19 @@ def _composition(f: Finding) -> tuple[str, str]:
     if told.field == MASK:
         what, why = (
             f"The attention mask {'covers less' if rose else 'hides more'} since step {at}: {values}",
-            f"The share of places that are attended to went from {values.replace('→', 'to')} at step {at} and stays: "
+            f"The share of places that are attended to went from {values.replace('→', 'to')} at step {at} and stood there up to step {f.step}: "
             f"{'a mask that no longer reaches the model, or rows with less padding' if rose else 'more padding, or shorter rows'}.",
         )
     elif told.field == SHIFTS[0]:
         what, why = (
             f"{'More' if rose else 'Fewer'} labels stand among the tokens since step {at}: {values}",
-            f"The share of scored labels that are the token of their own place went from {values.replace('→', 'to')} at step {at} and stays: "
+            f"The share of scored labels that are the token of their own place went from {values.replace('→', 'to')} at step {at} and stood there up to step {f.step}: "
             f"{'the model sees part of what it is asked for, and a loss that falls says nothing' if rose else 'less of what is asked for is shown'}.",
         )
     elif told.field == SCORED:
         what, why = (
             f"{'More' if rose else 'Fewer'} labels are scored since step {at}: {values}",
-            f"The share of labels that the loss scores went from {values.replace('→', 'to')} at step {at} and stays: "
+            f"The share of labels that the loss scores went from {values.replace('→', 'to')} at step {at} and stood there up to step {f.step}: "
             f"{'padding or prompts that are no longer masked out' if rose else 'more padding, or a mask over more of the row'}.",
         )
     elif told.field == TARGETS:
@@ -102,13 +102,13 @@ def _composition(f: Finding) -> tuple[str, str]:
             f"All targets are one class since step {at}"
             if one
             else f"Targets are {'of fewer classes' if rose else 'spread over more classes'} since step {at}: concentration {values}",
-            f"The chance that two scored targets of a batch are alike went from {values.replace('→', 'to')} at step {at} and stays: "
+            f"The chance that two scored targets of a batch are alike went from {values.replace('→', 'to')} at step {at} and stood there up to step {f.step}: "
             f"{'labels that fell back to a default, another order of the data, or a narrower source' if rose else 'another mixture, or labels drawn at random'}.",
         )
     else:
         what, why = (
             f"Tokens are {'less varied' if rose else 'more evenly spread'} since step {at}: concentration {values}",
-            f"The chance that two tokens of a batch are alike went from {values.replace('→', 'to')} at step {at} and stays: "
+            f"The chance that two tokens of a batch are alike went from {values.replace('→', 'to')} at step {at} and stood there up to step {f.step}: "
             f"{'repeated text, more padding, or a narrower source' if rose else 'a source that got worse (noise, another encoding), another tokenizer, or another mixture'}.",
         )
     return what, f"{why} {INNOCENT}"

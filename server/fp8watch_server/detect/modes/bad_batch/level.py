@@ -9,7 +9,8 @@ losses scatter too much for that, 24 against 48. The windows move along, so a lo
 hundreds of steps, is none. What jumps further is told by `families.loss_jump`, but where losses scatter so much that it takes
 the jump for scatter, and goes on learning them.
 Where the LR falls at once, the losses before it say nothing of those behind: the end of a search for one, a step of a schedule.
-A fall is told where it is at once and twice as far: a batch that is repeated, labels that stand in the inputs.
+A fall is told where it is at once and twice as far: a batch that is repeated, labels that stand in the inputs; from where the
+run began it is none.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ MOST = sum(WINDOWS[-1][:2])
 SPREAD_SHARE = 0.01
 FALL_TIMES = 2.0
 """Times further than up."""
+PLATEAU = 0.9
+"""Of the run's first loss: what stood above it has learned nothing yet, and its fall is that it learns."""
 WINSOR = 3.0
 """Spreads from the median at which a loss counts no more: a spike is no level."""
 
@@ -41,6 +44,9 @@ class LossLevel(Detector):
     between_samples = True
     _num_learned: tuple[int, ...] = ()
     """Losses that the baseline had taken in, at each of them: not those of a jump that is open. A state that was saved before has none."""
+
+    _first: float | None = None
+    """Loss of the run's first step; of one whose state was saved before, of the first since."""
 
     def __init__(self, num_sites: int = 0) -> None:
         self._losses: list[float] = []
@@ -64,8 +70,10 @@ class LossLevel(Detector):
         loss = ctx.now.scalar("loss")
         if loss is None or not math.isfinite(loss):
             return []
+        self._first = loss if self._first is None else self._first
         leap, fell = ctx.schedule.last_leap, ctx.schedule.fallen_step
-        if not ctx.clean or fell == ctx.now.step or (leap is not None and ctx.now.step - leap[0] <= MOST):
+        fell_since = fell is not None and (fell == ctx.now.step or (bool(self._steps) and fell > self._steps[-1]))
+        if not ctx.clean or fell_since or (leap is not None and ctx.now.step - leap[0] <= MOST):
             self.forget()
             return []
         self._losses = [*self._losses, loss][-MOST:]
@@ -83,7 +91,7 @@ class LossLevel(Detector):
                 if rose > 0
                 else rose - min(0.0, _slope(self._losses[-num_last - num_before : -num_last])) * num_before
             )
-            if min(abs(rose), away * np.sign(rose)) <= need:
+            if min(abs(rose), away * np.sign(rose)) <= need or (rose < 0 and usual >= PLATEAU * self._first > 0):
                 continue
             last = np.array(self._losses[-num_last:])
             if np.count_nonzero((last - usual) * np.sign(rose) > 0) < 0.85 * num_last:

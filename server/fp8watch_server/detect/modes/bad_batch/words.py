@@ -7,6 +7,9 @@ from fp8watch_server.detect.modes.bad_batch import batch_words
 from fp8watch_server.detect.phrases import baseline, evidence, number
 from fp8watch_server.detect.remedies import Fix, Place
 
+ONE_BATCH_STEPS = 3
+"""Steps in which a loss is back that one batch moved: that of the batch, and two in which its update shows."""
+
 
 def _inputs_words(f: Finding) -> str:
     """What was measured of the inputs, with its step; or that nothing was."""
@@ -112,10 +115,15 @@ def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
         return (
             f"The data changed at step {at}: loss {usual} → {loss}",
             f"The loss jumped from {usual} to {loss} at step {at} and stays. {inputs}: another mixture or source "
-            "of data, or a change of batch or sequence.",
+            "of data, labels that changed, or another batch or sequence.",
         )
     took = evidence(f, "recovered_after")
-    back = f"came back within {took} steps" if took is not None else "came back"
+    then = evidence(f, "loss_after")
+    back = f"came back{f' to {number(then)}' if then is not None else ''}" + (
+        f" within {took} steps" if took is not None else ""
+    )
+    most = bool(f.extra.get("most_of_the_way"))
+    brief = (took is None or took <= ONE_BATCH_STEPS) and not most
     seen = evidence(f, "batch_of_step")
     if seen is not None:
         scatter = (
@@ -134,7 +142,8 @@ def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
             f"{norm} jumped at step {at} and {back}. The usual loss is under a fiftieth of the first of the run: where data are learnt by heart, "
             f"one row of a batch that is not is such a jump. {inputs}.",
         )
-    unlike = ": one batch was unlike the others" if known or entered else ""
+    several = " Either several batches in a row were unlike the others, or the update of one did harm that was made good, or training has followed data that stay as they are."
+    unlike = ": one batch was unlike the others" if (known or entered) and brief else ""
     rows = next((e for e in f.evidence if e.field == "batch_rows"), None)
     if rows is not None:
         return (
@@ -144,9 +153,10 @@ def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
         )
     return (
         f"Bad batch at step {at}: loss {usual} → {loss}, and back"
-        if known or entered
-        else f"Loss jumped at step {at}: {usual} → {loss}, and back",
-        f"{norm} jumped at step {at} and {back}. {inputs}{unlike}.",
+        if (known or entered) and brief
+        else f"Loss jumped at step {at}: {usual} → {loss}, and {'most of the way ' if most else ''}back"
+        + ("" if brief else f" within {took} steps"),
+        f"{norm} jumped at step {at} and {back}. {inputs}{unlike}.{'' if brief else several}",
     )
 
 

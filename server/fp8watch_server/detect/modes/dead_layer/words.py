@@ -74,9 +74,9 @@ def _standing(f: Finding, module: str) -> tuple[str, str]:
     )
     others = f", while {moving} other weights move" if moving else ""
     return (
-        f"{whose} {stand} still{since(f)}: {'updates are not written back' if f.extra.get('sure') else 'frozen, or updates are not written back'}",
+        f"{whose} {stand} still{since(f)}: {'' if f.extra.get('sure') else 'frozen, or '}updates do not reach {'it' if num == 1 else 'them'}",
         f"{whose} {stand} still, bit for bit in their largest and smallest tile{since(f)}{others}. The steps ended with an update, and "
-        f"{gradients}: the optimizer works on something else than what the forward pass reads. "
+        f"{gradients}: the optimizer works on something else than what the forward pass reads, or finds no gradient there (`.grad` is None when it steps). "
         "FP8 is not the cause: weights are stored in higher precision, and were read there.",
     )
 
@@ -94,6 +94,10 @@ def fixes(p: Place) -> list[Fix]:
             Fix(
                 "code",
                 f"Check that the optimizer holds the parameter that the model reads: `any(q is model.get_submodule({p.module!r}).weight for g in optimizer.param_groups for q in g['params'])`.",
+            ),
+            Fix(
+                "code",
+                "Look at its `.grad` right before `optimizer.step()`: None there is a gradient that something cleared or detached.",
             ),
             Fix(
                 "code",

@@ -29,6 +29,10 @@ MONOTONE = 0.85
 """Share of the steps that go down: the smallest tile of a gradient jumps by ten octaves either way, and comes back."""
 RISE_OCTAVES = 10.0
 """From one sample to the next, within the window."""
+SLOW_RISE_OCTAVES = 5.0
+"""The same of a fall that is slow: of activations that are squared behind a ReLU the smallest tile is another in each step."""
+GOES_ON = 0.25
+"""Share of a slow fall that its second half must be: behind a change of the data gradients settle, fast and then no more."""
 KNOWN = 9
 """Samples from which on that can be told."""
 DEATH_LOG2 = -120.0
@@ -74,8 +78,11 @@ class Dying(Detector):
             rate = -fallen / max(self._steps[-1] - self._steps[0], 1)
             slow = ctx.warm & (fallen > limit.dying_fall_octaves)
             if slow.any():
-                change = np.diff(self._recent.ordered(slow).astype(np.float64), axis=1)
-                slow[slow] = np.count_nonzero(change < 0, axis=1) >= MONOTONE * (WINDOW - 1)
+                of_window = self._recent.ordered(slow).astype(np.float64)
+                change = np.diff(of_window, axis=1)
+                falls = np.count_nonzero(change < 0, axis=1) >= MONOTONE * (WINDOW - 1)
+                goes_on = of_window[:, WINDOW // 2] - of_window[:, -1] >= GOES_ON * (of_window[:, 0] - of_window[:, -1])
+                slow[slow] = falls & goes_on & ~(change >= SLOW_RISE_OCTAVES).any(axis=1)
                 slow &= ~(np.nan_to_num(ctx.above_usual) < -limit.dead_octaves)  # the largest tile stands
             deep = (amin < limit.dying_log2_amax) & (self._recent.count >= KNOWN)
             if deep.any():

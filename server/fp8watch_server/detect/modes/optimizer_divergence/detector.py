@@ -7,15 +7,18 @@ The optimizer moves every layer, a quantiser fault moves one: growth of log2 ama
 the last steps and looked at across the layers. A small model trained from scratch with AdamW at 2e-3 grows by at most
 0.012 octave a step after its first 50 steps (the median layer); the same model after its learning rate was
 multiplied by 30 grows by 0.2 to 0.5 in the first two. The threshold lies between, on a logarithmic scale: 0.05.
+Across weights that something else wrote, as the outer step of local SGD does, growth is none of the optimizer's.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 import numpy.typing as npt
 
+from fp8watch_agent.training_names import WEIGHTS_CHANGED, WEIGHTS_LOOKED
 from fp8watch_server.detect.baseline import Baseline
 from fp8watch_server.detect.context import Context
 from fp8watch_server.detect.cross_rank_step import CrossRankStep
@@ -39,6 +42,11 @@ class Divergence(Detector):
     """Growth of the weights of a run."""
 
     modes = ("optimizer-divergence",)
+    between_samples = True
+    _num_steps = 0
+    """Observed; a state that was saved before has none of this and the next."""
+    _written: int | None = None
+    """Which of them is the last before which something other than an optimizer wrote most weights."""
 
     def __init__(self, num_sites: int) -> None:
         self._amax = Baseline(num_sites, GROWTH_STEPS + 1)  # log2, the newest, clean or not
@@ -60,7 +68,7 @@ class Divergence(Detector):
         """A new session: growth across the restart is none; the usual rate stays."""
         self._steps = []
         self._amax.forget()
-        self._num_over, self.in_alarm = 0, False
+        self._num_over, self.in_alarm, self._written = 0, False, None
 
     def cut_off(self, now: CrossRankStep, limit: Limits) -> list[Finding]:
         """The weights were replaced or broke: growth across this point means nothing."""
@@ -82,16 +90,30 @@ class Divergence(Detector):
 
     def observe(self, ctx: Context) -> list[Finding]:
         """Judge one step. Without `ctx.clean`, growth is followed, but not judged and not learned."""
-        amax = np.where(ctx.weights(), ctx.now.log2_amax, np.nan)
-        if np.all(np.isnan(amax)):
+        if self._notice_written(ctx):
+            self._steps = []
+            self._amax.forget()
+        weights = ctx.weights()
+        amax = np.where(weights, ctx.now.log2_amax, np.nan)
+        known = int(np.count_nonzero(weights & (ctx.base.recent_amax.count > 0)))
+        if int(np.count_nonzero(~np.isnan(amax))) * 2 < max(known, 1):  # between samples come those that broke alone
             return []
         self._amax.push(amax)
         self._steps = [*self._steps, ctx.now.step][-(GROWTH_STEPS + 1) :]
         found = self._judge(ctx)
         return [] if found is None else [found]
 
+    def _notice_written(self, ctx: Context) -> bool:
+        """Whether most weights were written behind the last update. What does so within each few steps is part of the updates."""
+        self._num_steps += 1
+        if not any(2 * logs.get(WEIGHTS_CHANGED, 0) > logs.get(WEIGHTS_LOOKED, math.inf) for logs in _logs(ctx)):
+            return False
+        last, self._written = self._written, self._num_steps
+        return last is None or self._num_steps - last > GROWTH_STEPS
+
     def _judge(self, ctx: Context) -> Finding | None:
         if len(self._steps) < 2:
+            self._num_over, self.in_alarm = 0, False
             return None
         weights = ctx.weights()
         history = np.full((len(self._steps), len(weights)), np.nan)  # [steps, S]
@@ -183,3 +205,7 @@ class Divergence(Detector):
             growth=median_rate,
             octaves=float(total[fastest]),
         )
+
+
+def _logs(ctx: Context) -> Iterator[Mapping[str, float]]:
+    return (view.logs() for view in ctx.now.views)

@@ -90,12 +90,13 @@ def _of_training(f: Finding) -> tuple[str, str]:
     if f.extra.get("kind") == "clipping":
         often = f.evidence[1]
         gone = first.value == "none"
+        taken = " Another optimizer holds the parameters from that step on." if evidence(f, "optimizer") else ""
         return (
             f"Gradients are no longer clipped since step {at}"
             if gone
             else f"Gradients are clipped to {number(first.value)} since step {at}",
             f"clip_grad_norm_ ran with max_norm {number(first.baseline)} in each step before, and in {often.value} steps {often.unit} the norm was "
-            f"larger. Since step {at} it {'does not run' if gone else f'runs with {number(first.value)}'}. FP8 is not the cause.",
+            f"larger. Since step {at} it {'does not run' if gone else f'runs with {number(first.value)}'}.{taken} FP8 is not the cause.",
         )
     num = f.extra.get("num", 1)
     more = f" and {num - 1} more attention modules" if isinstance(num, int) and num > 1 else ""

@@ -1,8 +1,9 @@
 """Silent data corruption: mode 15, silent-data-corruption.
 
-Six find it: `families.corruption` by a leap, `weight_zeros` by elements that became 0, `families.replica_consistency` by hashes
+Seven find it: `families.corruption` by a leap, `weight_zeros` by elements that became 0, `families.replica_consistency` by hashes
 that differ between replicas, `families.optimizer_state` by moments that change while no optimizer runs, `families.weight_updates` by
-what one update did, `gradient_sums` by gradients of several processes that do not add up.
+what one update did, `gradient_sums` by gradients of several processes that do not add up, `frozen_weights` by hashes of weights that
+nothing trains.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from fp8watch_server.detect.families.optimizer_state import OptimizerState
 from fp8watch_server.detect.families.weight_updates import WeightUpdates
 from fp8watch_server.detect.limits import threshold
 from fp8watch_server.detect.mode import Mode
+from fp8watch_server.detect.modes.silent_data_corruption.frozen_weights import FrozenWeights
 from fp8watch_server.detect.modes.silent_data_corruption.gradient_sums import GradientSums
 from fp8watch_server.detect.modes.silent_data_corruption.weight_zeros import WeightZeros
 from fp8watch_server.detect.modes.silent_data_corruption.words import alternatives, fixes, words
@@ -36,6 +38,6 @@ MODE = Mode(
             "30 × the floor of weights; the largest healthy step is 0.04",
         ),
     ),
-    detectors=(Corruption, WeightZeros, OptimizerState, WeightUpdates, GradientSums),
+    detectors=(Corruption, WeightZeros, OptimizerState, WeightUpdates, GradientSums, FrozenWeights),
     alternatives_of=alternatives,
 )

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from fp8watch_server.detect.context import Context
 from fp8watch_server.detect.detector import Detector
-from fp8watch_server.detect.families.gradient_sketches import Sketches, apart, of_step
+from fp8watch_server.detect.families.gradient_sketches import Sketches, apart, name_of, of_step
 from fp8watch_server.detect.finding import Evidence, Finding
 
 Floats = npt.NDArray[np.float64]
@@ -115,7 +115,7 @@ class GradientSums(Detector):
         first, *_, last, _ = self._row.values()
         if not self._goes_on(last, num_ranks):
             self._begin(first)
-            self._names.update(self._row)
+            self._names.update(map(name_of, self._row))
             self._last = last
         return True
 
@@ -133,17 +133,18 @@ class GradientSums(Detector):
             self._begin(step)
         between = step - self._last if seen and self._last is not None else 1
         self._last = step
-        self._names.add(name)
+        shown = name_of(name)
+        self._names.add(shown)
         if not (seen or verdict.ranks) or (self._told is not None and step - self._told < REPEAT_STEPS):
             return []
         self._told = step
-        module, _, operand = name.rpartition(".")
+        module, _, operand = shown.rpartition(".")
         facts = ctx.now.table.facts
         rows = np.array(
             [i for i, f in enumerate(facts) if module and (f.module, f.operand) == (module, operand)], np.int64
         )
         evidence = [
-            Evidence("gradient_apart", float(f"{verdict.apart:.3g}"), 0, f"of its norm, {name}", step),
+            Evidence("gradient_apart", float(f"{verdict.apart:.3g}"), 0, f"of its norm, {shown}", step),
             Evidence("parameters", len(self._names), 0, "so far", step),
             Evidence("processes", len(said.ranks), None, "whose gradients were added up", step),
         ]
@@ -152,7 +153,7 @@ class GradientSums(Detector):
         return [
             ctx.now.finding(
                 "silent-data-corruption", "warning", rows, evidence, "shared",
-                kind=KIND, first=name, how=verdict.how, odd_ranks=list(verdict.ranks[:64]), num_ranks=len(said.ranks),
+                kind=KIND, first=shown, how=verdict.how, odd_ranks=list(verdict.ranks[:64]), num_ranks=len(said.ranks),
                 holders=[said.ranks[i] for i in said.holders][:64] if len(said.holders) < len(said.ranks) else [],
                 others=0 if name in self._right else len(self._right),
                 num=len(self._names), began=began, not_before=began, apart=between, **more,

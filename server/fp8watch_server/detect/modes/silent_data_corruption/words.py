@@ -18,6 +18,8 @@ def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
         return _of_written(f)
     if f.extra.get("kind") == "no-replicas":
         return _of_parts(f)
+    if f.extra.get("kind") == "frozen-written":
+        return _of_frozen(f, s)
     module = s.module if s else "a tensor"
     if f.extra.get("kind") == "zeros":
         return _of_zeros(f, module)
@@ -52,10 +54,14 @@ def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
         "so does a gradient that was as large."
     )
     alone = ", alone" if evidence(f, "leaping_weights") is not None else ""
-    without = " without a gradient" if f.extra.get("gradient_seen") else ""
+    without = " without a large gradient" if f.extra.get("gradient_seen") else ""
+    last, at = f.extra.get("between") or (-1, 0)
+    since, within = "", "in one step"
+    if 0 <= last < at - 1:
+        since, within = f", since a step from {last + 1} to {at}", f"between the looks at steps {last} and {at}"
     return (
-        f"Weight of {module}{expert_words(f)} leaped by {number(f.extra.get('octaves'))} octaves{without}",
-        f"amax of the weight of {module}{expert_words(f)} leaped by {number(f.extra.get('octaves'))} octaves in one step{alone}, {gradient}",
+        f"Weight of {module}{expert_words(f)} leaped by {number(f.extra.get('octaves'))} octaves{without}{since}",
+        f"amax of the weight of {module}{expert_words(f)} leaped by {number(f.extra.get('octaves'))} octaves {within}{alone}, {gradient}",
     )
 
 
@@ -91,11 +97,26 @@ def _of_moments(f: Finding) -> tuple[str, str]:
 def _of_written(f: Finding) -> tuple[str, str]:
     changed, looked = f.extra.get("changed"), f.extra.get("looked")
     some = "all" if changed == looked else f"{changed}"
+    first = f", {'' if changed == 1 else 'the first '}{f.extra['first']}" if f.extra.get("first") else ""
     return (
-        f"Weights were written before step {f.onset} while no optimizer ran: {some} of {looked}",
+        f"Weights were written before step {f.onset} while no optimizer ran: {some} of {looked}{first}",
         f"Some elements of each of {looked} weights are held against what the optimizer left behind its step before: those of {some} were others at step {f.onset}, and no "
         "moment was. It was the first time that this was seen in this run. An average that is put in the place of weights and left there, a load of weights alone, clamping and pruning do this, and "
         "masters that are put together wrongly, or memory that changed by itself. FP8 is not the cause: weights are not changed by its recipe.",
+    )
+
+
+def _of_frozen(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
+    num, of, (last, first) = f.extra.get("num"), f.extra.get("num_frozen"), f.extra.get("between") or (-1, f.step)
+    module = s.module if s else "a module"
+    one = num == 1
+    who = f"The weight of {module}, which had stood, was" if one else f"{num} of {of} weights that had stood were"
+    when = f"before step {first}" if last == first - 1 else f"between steps {last} and {first}"
+    return (
+        f"{who} written {when}{'' if one else f', {module} the first'}",
+        f"{'Its hash' if one else 'Their hashes'} had been the same at three looks, {'was another one' if one else 'were others'} at the look of step {first} or later, and "
+        f"{'was' if one else 'were'} the same again at the look behind it: what is trained moves at each. Adapters that are merged into their base do this, a load in part, a cast or an offload, and "
+        "memory that changed by itself. FP8 is not the cause: weights are not changed by its recipe.",
     )
 
 
@@ -127,6 +148,11 @@ def fixes(p: Place) -> list[Fix]:
         return [
             Fix("code", "Look at what runs between two optimizer steps there: an evaluation that swaps averages in and does not swap them out, a hook, a callback, a gather or an offload."),
             Fix("code", "If it is meant (averages that are written back, clamping, pruning): nothing."),
+        ]  # fmt: skip
+    if p.extra.get("kind") == "frozen-written":
+        return [
+            Fix("code", "Look at what runs between these steps: merge_and_unload, merge_adapter without unmerge_adapter, load_state_dict, a cast, an offload."),
+            Fix("code", "If it is meant (adapters merged into their base, a part that is loaded anew): nothing."),
         ]  # fmt: skip
     if p.extra.get("kind") == "no-replicas":
         return [

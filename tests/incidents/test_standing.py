@@ -1,0 +1,66 @@
+"""An incident about what a session says of itself stays open while the session says it."""
+
+from __future__ import annotations
+
+import pytest
+import sqlalchemy as sa
+from incidents.findings import finding, put
+from incidents.store import RUN, TENANT, Store
+
+from fp8watch_server.db import schema
+from fp8watch_server.db.dialect import writing
+from fp8watch_server.incidents.auto_resolve import close_quiet
+
+SAID = "40 % of the GEMM FLOPs were announced as observed and send nothing: layers.0.down (not called)"
+
+
+def session(store: Store, blind: str, *, rank: int = 0, attempt: int = 1) -> None:
+    row = {
+        "run_id": RUN, "tenant": TENANT, "session": f"{rank}-{attempt}", "rank": rank, "attempt": attempt, "world_size": 2,
+        "mesh": {}, "host": "h", "pid": 1, "versions": {}, "recipe": "observe", "fingerprint": "", "backend": "cpu",
+        "facts": {"blind": blind}, "registered_at": 0.0, "last_seen_at": 0.0,
+    }  # fmt: skip
+    with writing(store.db) as conn:
+        conn.execute(sa.insert(schema.session), [row])
+
+
+def blind(store: Store) -> None:
+    changes = [("blind", SAID, "", "what attach announced")]
+    put(store, finding(store, "recipe-mismatch", 3, blind=True, changes=changes))
+
+
+def silent_up_to(store: Store, step: int, attempt: int = 1) -> list[str]:
+    with writing(store.db) as conn:
+        close_quiet(conn, RUN, TENANT, attempt, step, store.now)
+    return [incident["status"] for incident in store.incidents]
+
+
+def test_that_much_is_blind_stays_open_until_it_is_seen(store: Store) -> None:
+    session(store, SAID)
+    blind(store)
+    assert silent_up_to(store, 500) == ["open"]
+    assert store.messages == ["firing"]
+    with writing(store.db) as conn:
+        conn.execute(sa.update(schema.session).values(facts={"blind": ""}))
+    assert silent_up_to(store, 501) == ["resolved"]
+    assert store.messages == ["firing", "resolved"]
+
+
+@pytest.mark.parametrize(("rank", "status"), [(0, "resolved"), (1, "open")])
+def test_the_newest_session_of_each_rank_says_it(store: Store, rank: int, status: str) -> None:
+    session(store, SAID)
+    session(store, "", rank=rank, attempt=2)
+    blind(store)
+    assert silent_up_to(store, 500, attempt=2) == [status]
+
+
+def test_another_configuration_is_over_when_it_is_quiet(store: Store) -> None:
+    session(store, SAID)
+    put(store, finding(store, "recipe-mismatch", 3, changes=[("margin", 1, 0, "the step before")]))
+    assert silent_up_to(store, 500) == ["resolved"]
+
+
+def test_other_incidents_are_over_when_they_are_quiet(store: Store) -> None:
+    session(store, SAID)
+    put(store, finding(store, "delayed-clip", 3))
+    assert silent_up_to(store, 500) == ["resolved"]
