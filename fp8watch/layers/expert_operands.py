@@ -115,7 +115,7 @@ def _frame(
     if isinstance(of, ExpertGroups):
         frame = of.columnwise(x, _tile_rows(plan, first, operand, column)) if column else of.rowwise(x)
         return frame, Sorted(frame.first_rows, frame.sizes)
-    return Frame(x, torch.zeros(1, dtype=torch.int64), 0, 0), Whole(of)
+    return Frame(x, torch.zeros(1, dtype=torch.int64, device="cpu"), 0, 0), Whole(of)
 
 
 def _quantise(
@@ -202,7 +202,7 @@ def quantise_weights(
         if more and w.dim() == 3:
             lies = torch.cat((lies, lies.new_zeros((experts, more, columns))), dim=1)
         pitch = lies.shape[1]
-        frame = Frame(lies.reshape(-1, columns), torch.zeros(1), experts * (pitch - rows), 0)
+        frame = Frame(lies.reshape(-1, columns), torch.zeros(1, device="cpu"), experts * (pitch - rows), 0)
         layout = Even(pitch) if of is None else Whole(of)
         out = _quantise(
             plan, first, WEIGHT, frame, layout, number=number, column=column, wanted=Wanted.CODES, look=look

@@ -40,6 +40,7 @@ from fp8watch.layers.custom_ops import (
 )
 from fp8watch.layers.double_backward import apply_packed, once_only, packed_by
 from fp8watch.layers.impact_rows import take_impact
+from fp8watch.layers.moved_linear import DEVICE_KEY, as_before
 from fp8watch.layers.observe_linear import observe, observe_forward, rests
 from fp8watch.layers.parameter_trail import linear_in_fp8, num_modes
 from fp8watch.layers.saved_operands import dequantize_kept, quantize_for_backward
@@ -57,7 +58,7 @@ SCALED_KEY = "_fp8watch_scaled"
 GEMMS_KEY = "_fp8watch_gemms"
 COMPUTES_KEY = "_fp8watch_computes"
 NUMBER_KEY = "_fp8watch_number"
-KEYS = (SITE_KEY, NUMBER_KEY, OBSERVE_KEY, LAYOUT_KEY, SCALED_KEY, GEMMS_KEY, COMPUTES_KEY)
+KEYS = (SITE_KEY, NUMBER_KEY, OBSERVE_KEY, LAYOUT_KEY, SCALED_KEY, GEMMS_KEY, COMPUTES_KEY, DEVICE_KEY)
 
 Three = tuple[bool, bool, bool]
 
@@ -155,6 +156,8 @@ class _Fp8Linear(torch.autograd.Function):
                     grad_MN, site, GRAD_OUTPUT, count=ctx.count, rowwise=rowwise, columnwise=columnwise
                 )
                 gc = gr if shared else gc
+            elif ctx.count:  # that backward came by is noted all the same: steps end behind it
+                observe(grad_MN, site, GRAD_OUTPUT, False, False)
             if in_fp8[0]:
                 w = dequantize_kept(wc, wc_scale, site, WEIGHT)
                 dx = emulated_gemm.dgrad(gr, w, x_dtype)
@@ -312,6 +315,8 @@ class WatchedLinear(nn.Linear):
         site = self.__dict__.get(SITE_KEY)
         if site is None:
             return F.linear(input, self.weight, self.bias)
+        if input.device.type != self.__dict__[DEVICE_KEY]:
+            return as_before(self, input, self.__dict__[NUMBER_KEY])
         if not self.__dict__[OBSERVE_KEY]:
             how, scaled = self.__dict__[LAYOUT_KEY], self.__dict__.get(SCALED_KEY)
             return fp8_linear(input, self.weight, self.bias, site, count=self.training, how=how, scaled=scaled)
@@ -366,6 +371,7 @@ def take_over(
     """Put a Linear on its site, in place. `how` and `scaled` are constants: compiled code is made for them. `mixin` goes
     over its class."""
     module.__dict__[SITE_KEY], module.__dict__[NUMBER_KEY] = site, int(site)
+    module.__dict__[DEVICE_KEY] = module.weight.device.type
     if scaled is not None:
         module.__dict__[SCALED_KEY] = scaled
     module.__dict__[LAYOUT_KEY] = how

@@ -21,6 +21,7 @@ from fp8watch.layers.custom_ops import (
     plan_of,
     rows_by_columns,
 )
+from fp8watch.layers.host_op import host_op
 from fp8watch.layers.vmap_rules import batch_in_rows
 from fp8watch.observer.observation_plan import ObservationPlan
 from fp8watch.observer.pass_counter import graph_task
@@ -74,7 +75,7 @@ def _observe_now(
             plan.guard.swallow("observe", error)
 
 
-observe = torch.library.custom_op("fp8watch::observe", mutates_args=())(_observe)
+observe = host_op("fp8watch::observe", _observe)
 observe.register_vmap(batch_in_rows(observe))
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8watch.layers.fp8_linear import COMPUTES_KEY, GEMMS_KEY, KEYS, SITE_KEY
+from fp8watch.layers.moved_linear import DEVICE_KEY, is_moved
 from fp8watch.layers.own_gemms import GemmMode
 from fp8watch.layers.own_turns import HeadSite, OwnGemms
 from fp8watch.layers.wrapped_forward import lead_to_class, replaces_forward
@@ -52,7 +53,7 @@ def watched_class(base: type[nn.Module]) -> type[nn.Module]:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return (_outside_of_graphs if self.__dict__.get(COMPUTES_KEY) else _plain)(original, self, args, kwargs)
-        if self.__dict__.get(COMPUTES_KEY):
+        if self.__dict__.get(COMPUTES_KEY) and not is_moved(self):
             return _compute(original, self, args, kwargs)
         gemms = self.__dict__.get(GEMMS_KEY)
         if gemms is None or not self.training or torch._C._get_tracing_state() is not None:
@@ -136,6 +137,7 @@ def look_at(
     lead_to_class(module)
     module.__dict__[SITE_KEY] = gemms.any_site
     module.__dict__[GEMMS_KEY] = gemms
+    module.__dict__[DEVICE_KEY] = next(module.parameters()).device.type
     if computes:
         global _outside_of_graphs
         if _outside_of_graphs is _compute:

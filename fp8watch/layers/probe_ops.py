@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fp8watch.layers.custom_ops import is_virtual, plan_of
+from fp8watch.layers.host_op import host_op
 from fp8watch.observer.observation_plan import ObservationPlan
 from fp8watch.observer.pass_counter import first_tensor, graph_task
 from fp8watch.observer.unseen import num_dispatch_modes, unseen
@@ -24,7 +25,7 @@ def _look_at_probe(y: Tensor, site: Tensor) -> Tensor:
     return y.new_empty((0,))
 
 
-look_at_probe_op = torch.library.custom_op("fp8watch::look_at_probe", mutates_args=())(_look_at_probe)
+look_at_probe_op = host_op("fp8watch::look_at_probe", _look_at_probe)
 
 
 @look_at_probe_op.register_fake

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fp8watch.layers.custom_ops import is_eager, lookup, quantize_dequantize, run_operand, runs_now
+from fp8watch.layers.host_op import host_op
 from fp8watch.layers.operand_check import hold_kept
 from fp8watch.layers.vmap_rules import one_by_one
 from fp8watch.numerics.formats import number_format
@@ -30,9 +31,7 @@ def _quantize_for_backward(
     return values, kept[0].view(torch.uint8), kept[1]
 
 
-quantize_for_backward_op = torch.library.custom_op("fp8watch::quantize_for_backward", mutates_args=())(
-    _quantize_for_backward
-)
+quantize_for_backward_op = host_op("fp8watch::quantize_for_backward", _quantize_for_backward)
 
 
 @quantize_for_backward_op.register_fake
@@ -89,7 +88,7 @@ def _dequantize_kept(codes: Tensor, scale_inv: Tensor, site: Tensor, operand: in
     return values
 
 
-dequantize_kept_op = torch.library.custom_op("fp8watch::dequantize_kept", mutates_args=())(_dequantize_kept)
+dequantize_kept_op = host_op("fp8watch::dequantize_kept", _dequantize_kept)
 dequantize_kept_op.register_vmap(one_by_one(dequantize_kept_op))
 
 

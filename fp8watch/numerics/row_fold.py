@@ -135,11 +135,11 @@ class _Shared(NamedTuple):
 @lru_cache(maxsize=256)
 def _shared(rows: int, columns: int, bm: int, bk: int, device: torch.device) -> _Shared:
     mt, kt = -(-rows // bm), -(-columns // bk)
-    index = torch.arange(mt * kt, dtype=torch.int32)
+    index = torch.arange(mt * kt, dtype=torch.int32, device="cpu")
     return _Shared(
-        torch.tensor([rows * columns], dtype=torch.int64).to(device),
-        torch.tensor([mt * kt, 0, 0, 0, 0, 1], dtype=torch.int32).to(device),
-        torch.tensor([-1, -1], dtype=torch.int32).to(device),
+        torch.tensor([rows * columns], dtype=torch.int64, device="cpu").to(device),
+        torch.tensor([mt * kt, 0, 0, 0, 0, 1], dtype=torch.int32, device="cpu").to(device),
+        torch.tensor([-1, -1], dtype=torch.int32, device="cpu").to(device),
         torch.stack((index // kt, index % kt), dim=1).to(device),
     )
 

@@ -94,6 +94,11 @@ class ObservationPlan:
         """Whether what runs now enters the statistics."""
         return self.slab is not None and not self.step.paused and not self.step.outside
 
+    def elsewhere(self, x: Tensor) -> bool:
+        """Whether a tensor is not where the rows are: a model that was moved behind attach, or that has parts on a CPU and
+        parts on a GPU. To look at it all the same would wait for the device."""
+        return self.slab is not None and x.is_cpu != self.slab.is_cpu
+
     def quantize(
         self, asked: OperandRows, x_MK: Tensor, *, number: int | None, wanted: tuple[Wanted, ...] = ()
     ) -> list[Any]:
@@ -149,6 +154,8 @@ class ObservationPlan:
             source: the tensor that the Linear was called with, where other Linears may be called with it too.
         """
         observing = self.observing
+        if observing and self.elsewhere(x_MK):
+            return
         if not observing:
             if not asked.stateful:
                 return
@@ -289,7 +296,7 @@ class ObservationPlan:
 
     def note_output(self, row: int, y: Tensor) -> None:
         """Merge what is not finite in the output of a GEMM into the row of its operand, in the steps that look at it."""
-        if not self.step.sample.outputs[row] or not self.observing or row in self.sites.unobserved:
+        if not self.step.sample.outputs[row] or not self.observing or row in self.sites.unobserved or self.elsewhere(y):
             return
         began = self.stopwatch.mark() if self.stopwatch is not None else None
         try:
@@ -307,7 +314,7 @@ class ObservationPlan:
         """Merge an output, or an input, into the row of its probe. `entered`, of a Linear: its name and what it was given, which says whether
         what is not finite came in or was made there."""
         step, shapes, slab = self.step, self.sites.shapes, self.slab
-        if slab is None or not y.numel() or not (y.is_cpu or step.sample.outputs[row]):
+        if slab is None or not y.numel() or not (y.is_cpu or step.sample.outputs[row]) or self.elsewhere(y):
             return
         began = self.stopwatch.mark() if self.stopwatch is not None else None
         heavy = bool(step.sample.full[row])

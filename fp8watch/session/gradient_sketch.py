@@ -36,7 +36,7 @@ def _signs(num: int, device: torch.device) -> Tensor:
     """Float32 ±1 [num, SKETCH_NUMBERS], by `torch.randint` of a generator on the CPU."""
     generator = torch.Generator(device="cpu").manual_seed(SEED)
     bits = torch.randint(0, 2, (num, SKETCH_NUMBERS), generator=generator, device="cpu", dtype=torch.float32)
-    return (2.0 * bits - 1.0).to(device)
+    return (2.0 * bits - 1.0).to(device, non_blocking=True)
 
 
 def sketches(name: str, given: Tensor, got: Tensor | None, shared_by: int) -> dict[str, Any]:

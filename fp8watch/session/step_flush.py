@@ -5,8 +5,9 @@ Downstream: fp8watch_agent.recorder, fp8watch.session.tile_map_flush
 Shapes:     slab rows [sites] of ROW and a few scalars, once a step
 Thread:     training
 
-On the CPU a step is handed over in the moment it ends. On a GPU it is on its way for one step, two at most: the host runs
-ahead of the device, and with two steps waiting it waits for the older one, which the device has long had in its queue.
+On the CPU a step is handed over in the moment it ends. On a GPU it is on its way as long as the host runs ahead of the
+device, mostly for one step. With MAX_ON_THE_WAY of them in the device's queue the host waits for the oldest: what it holds
+is bounded, and a device that has as much before it does not notice.
 Where training ends (an exception, SIGTERM, exit, detach) everything is handed over, in bounded time.
 """
 
@@ -49,7 +50,8 @@ from fp8watch_agent.nonfinite_names import NONFINITE_INPUT
 from fp8watch_agent.record import ROW, STEP, STEP_SCALARS, StepStatus
 from fp8watch_agent.recorder import Recorder
 
-MAX_ON_THE_WAY = 2
+MAX_ON_THE_WAY = 8
+"""Steps that wait for the device, after which the host waits for the oldest."""
 PARAMETERS_EVERY = 64  # steps after which the list of parameters is made anew
 
 
@@ -180,6 +182,8 @@ class StepFlush:
                 numbers[name] = float(value)
             elif self.copies.late and value.device.type == self.copies.device.type:
                 waiting[name] = value.to(self.copies.device, non_blocking=True)
+            elif value.device.type == "cuda":
+                pass  # what is observed is on the CPU: to read it would wait for the device
             elif type(value) is Tensor and value.numel() == 1:
                 numbers[name] = float(value.item())
             else:

@@ -110,6 +110,7 @@ class StepOwner:
         self._by_hand = False  # the user ends steps: nothing is adopted
         self._late = 0
         self._num_idle = 0  # optimizer steps in a row before which nothing of the model ran
+        self._told_idle = False
         self._num_ended = 0  # steps in a row that optimizers of ours ended, each behind a backward of watched modules
         self._refresh()
 
@@ -281,7 +282,10 @@ class StepOwner:
         if last_step is None:
             return NEVER_RAN
         of_copy = not self._by_hand and optimizer not in self._known and self._holds_copies(optimizer)
-        return RUNS_NO_MORE.format(step=last_step + 1) if of_copy and not is_watched(optimizer) else ""
+        if self._told_idle or not of_copy or is_watched(optimizer):
+            return ""
+        self._told_idle = True
+        return RUNS_NO_MORE.format(step=last_step + 1)
 
     def ended_by_hand(self) -> bool:
         """`watch.step()` was called: nothing is adopted from now on. True where an adopted optimizer was let go."""

@@ -374,7 +374,8 @@ def _times(optimizer: Optimizer, turn: _Turn, was: Tensor, moved: Tensor) -> dic
             continue
         if isinstance(num, Tensor | float | int):
             places.append(i)
-            moments.append((first, second, torch.as_tensor(num).detach().to(was.device, non_blocking=True).reshape(())))
+            num = num.detach() if isinstance(num, Tensor) else torch.tensor(num, device="cpu")
+            moments.append((first, second, num.to(was.device, non_blocking=True).reshape(())))
     if not places:
         return {}
     firsts, seconds = (_samples([m[k] for m in moments], turn.offset).float() for k in (0, 1))

@@ -8,8 +8,7 @@ travels to pinned memory on a stream of its own, and an event tells when it has 
 finds it there. Pinned memory is made once and used again: making it would wait for the device. On the CPU nothing is
 copied and nothing is late: the tensors themselves are handed out, to be read before they are written to again.
 
-State of this file: tested on the CPU, with streams and events of the test's own; its GPU path has not run on a GPU yet
-(tests/gpu).
+State of this file: tested on the CPU, with streams and events of the test's own, and on an H200 (tests/gpu).
 """
 
 from __future__ import annotations
@@ -50,7 +49,8 @@ class HostCopy:
     def tensors(self) -> list[torch.Tensor]:
         """The tensors on the host. Waits for those that are not there yet."""
         if self._arrived is not None:
-            self._arrived.synchronize()
+            if not self._arrived.query():
+                self._arrived.synchronize()
             self._arrived = None
         return self._tensors
 

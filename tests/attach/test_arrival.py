@@ -79,11 +79,11 @@ def test_a_step_is_consumed_a_step_later_and_nothing_is_waited_for(late, mlp, tr
     device.arrive()
     train(mlp, steps=1)
     assert recorded(watch) == [(0, "OK"), (1, "OK")]
-    assert sum(e.waited for e in device.events[:1]) <= 1  # synchronize() of an event that has passed
+    assert not any(e.waited for e in device.events)
     assert device.released >= 2
 
 
-def test_the_host_runs_no_more_than_two_steps_ahead(late, mlp, train):
+def test_the_host_runs_no_more_than_eight_steps_ahead(late, mlp, train):
     watch, device = late(mlp)
     train(mlp, steps=MAX_ON_THE_WAY)
     assert recorded(watch) == []

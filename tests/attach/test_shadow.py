@@ -40,6 +40,20 @@ def test_a_limited_accumulator_is_seen_through_the_cast_of_the_output():
         assert wrong > 1e-3 > 2 * right
 
 
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("lost", [1.3e-4, 5e-4, 3.5e-3])
+def test_what_a_kernel_loses_is_told_as_much_whatever_its_output_rounds(seed, dtype, lost):
+    """On 1,024 elements of an output, as many as a turn looks at. An output that rounds the other way is a whole bit off."""
+    g = torch.Generator().manual_seed(seed)
+    a, b = torch.randn(16, 1024, generator=g).double(), torch.randn(1024, 64, generator=g).double()
+    product = a @ b
+    off = torch.randn(product.shape, generator=g).double() * lost * product.square().mean().sqrt()
+    error = float(shadow_gemm.check_gemm((product + off).to(dtype), a, b).error)
+    assert error == pytest.approx(lost, rel=0.05 if dtype == torch.float32 else 0.6 if lost < 1e-3 else 0.25)
+    assert (error > 0.002) == (lost > 0.002)
+
+
 def test_a_wrong_scale_is_a_gain_and_what_is_not_finite_is_counted():
     a, b = torch.randn(70, 64), torch.randn(64, 32)
     assert shadow_gemm.check_gemm(a @ b / 128, a, b).gain == pytest.approx(2.0**-7, rel=1e-5)

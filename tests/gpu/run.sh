@@ -1,14 +1,22 @@
 #!/usr/bin/env bash
 # Everything that a GPU can show, in one call, from a checkout and an installed torch, triton, numpy, msgspec, zstandard,
 # urllib3 and pytest; nothing is installed. Kernels compile in SHARDS processes side by side.
-#   tests/gpu/run.sh check | bench | all
+# Trainings are not among all: they need packages of their own, and ten minutes.
+#   tests/gpu/run.sh check | bench | all | trainings
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 what=${1:-all}
 python=${PYTHON:-python3}
-export PYTHONPATH="$PWD:$PWD/agent:$PWD/server:$PWD/tests" FP8WATCH_REQUIRE_GPU=1
+export PYTHONPATH="$PWD:$PWD/agent:$PWD/server:$PWD/tests${PYTHONPATH:+:$PYTHONPATH}" FP8WATCH_REQUIRE_GPU=1
 unset TRITON_INTERPRET
 status=0
+if [ "$what" = trainings ]; then
+  "$python" tests/gpu/trainings.py --out build/gpu-trainings --budget 3600 ${ARGS:-} || status=1
+  if "$python" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("transformer_engine") is None)'; then
+    "$python" tests/gpu/te_trainings.py --out build/gpu-trainings/te || status=1
+  fi
+  exit "$status"
+fi
 if [ "$what" != bench ]; then
   shards=${SHARDS:-8}
   logs=$(mktemp -d)

@@ -19,10 +19,11 @@ def wide(codes: Codes, tile: tuple[int, int]) -> torch.Tensor:
 
 
 def close(got: torch.Tensor, expected: torch.Tensor) -> None:
-    """Within the rounding of the result, and of cuBLASLt's float32 sums."""
-    limit = 2.0**-7 if got.dtype == torch.bfloat16 else 1e-4
+    """Within the rounding of the result, and of sums of which the tensor cores keep 14 bits inside a slice of 128."""
+    limit = 2.0**-7 if got.dtype == torch.bfloat16 else 2.0**-11
     rms = expected.square().mean().sqrt()
-    assert (got.double() - expected).abs().max() <= limit * 6 * rms
+    furthest = float((got.double() - expected).abs().max() / rms)
+    assert furthest <= limit * 6
 
 
 @pytest.mark.parametrize(("tokens", "in_features", "out_features"), SHAPES)

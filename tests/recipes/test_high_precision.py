@@ -118,6 +118,22 @@ def test_delayed_histories_of_the_others_go_on(attach, operands):
     assert not watch.guard.errors
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the compiler's own
+@pytest.mark.parametrize("operand", ["input", "weight", "grad_output"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_steps_end_by_themselves_whatever_is_in_high_precision(attach, operands, operand, compiled):
+    model, x, _ = operands
+    watch = attach(model, recipe=recipes.blockwise(high_precision=[operand]))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    run = torch.compile(model, backend="aot_eager") if compiled else model
+    for _ in range(3):
+        run(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert watch.summary()["num_steps"] == 3
+    assert not watch.guard.errors
+
+
 def test_formats_are_free_by_operand(attach, operands):
     model, x, grad = operands
     watch = attach(model, recipe=recipes.blockwise(fp8_format=("E5M2", "E4M3", "E4M3")))

@@ -39,9 +39,9 @@ def without_strides(data):
 
 def sparse(data):
     """Bytes that a miscompiled store left, one in a thousand, none of them a NaN (torchao 4652)."""
-    g = torch.Generator().manual_seed(1)
-    other = torch.randint(0, 120, data.shape, generator=g, dtype=torch.uint8)
-    return torch.where(torch.rand(data.shape, generator=g) < 1e-3, other, data)
+    g = torch.Generator(data.device).manual_seed(1)
+    other = torch.randint(0, 120, data.shape, generator=g, dtype=torch.uint8, device=data.device)
+    return torch.where(torch.rand(data.shape, generator=g, device=data.device) < 1e-3, other, data)
 
 
 def lattice(data):

@@ -16,7 +16,7 @@ from fp8watch_agent.record import QUANTISER_FAULTS, Measured
 
 def looked_at(watch, recipe, kind="Linear"):
     """One step in which each module has its turn; (operand, direction) -> row."""
-    slab, canary = Slab(len(watch.sites)), Canary()
+    slab, canary = Slab(len(watch.sites), next(watch.model.parameters()).device), Canary()
     canary.cover([rows[0] for rows in watch.observer.rows_of.values()], 1)
     watch.observer.turns = TeTurns(canary, slab, _check_codes, lambda: True)
     canary.begin_step(0.0)

@@ -1,0 +1,33 @@
+"""Modules that are on another kind of device than where attach found them: `attach(model)`, then `model.cuda()`.
+
+Shapes:     [..., K] -> [..., N], as without us     Thread: training
+
+Backends, rows and the GEMMs that compute in FP8 are chosen for a device. What is moved behind attach computes as it did
+before, and is not looked at: that it ran is noted, so that steps end, and that it is blind is said with the remedy.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fp8watch.layers.custom_ops import plan_of
+from fp8watch.layers.observe_linear import note_rest
+
+DEVICE_KEY = "_fp8watch_device"
+"""Of a module that attach took over: the type of the device that its backend and its rows are made for."""
+
+
+def is_moved(module: nn.Module) -> bool:
+    """Whether the parameters of a module that attach took over are on another kind of device now."""
+    known, first = module.__dict__.get(DEVICE_KEY), next(module.parameters(), None)
+    return known is not None and first is not None and first.device.type not in (known, "meta")
+
+
+def as_before(module: nn.Linear, x: Tensor, number: int) -> Tensor:
+    """The output of a Linear that is moved, whose site stands for `number`."""
+    y = F.linear(x, module.weight, module.bias)
+    if module.training and not torch.compiler.is_compiling() and (plan := plan_of(number)) is not None:
+        note_rest(plan, number, y, y)
+    return y

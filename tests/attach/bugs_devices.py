@@ -1,0 +1,30 @@
+"""Bugs in what is on another device than it was, or than its rows."""
+
+from __future__ import annotations
+
+from support.planted import Bug
+
+_T = "tests/attach/test_devices.py::"
+_MOVED = f"{_T}test_a_model_that_is_moved_behind_attach_trains_as_before_and_says_that_it_is_blind"
+_PLACE = f"{_T}test_a_default_device_of_the_users_changes_nothing"
+_ELSEWHERE = f"{_T}test_operands_elsewhere_are_not_looked_at"
+
+BUGS = [
+    Bug("a Linear that is moved computes as before", "fp8_linear:WatchedLinear.forward",
+        "if input.device.type != self.__dict__[DEVICE_KEY]:", "if False:", _MOVED),
+    Bug("that a Linear that is moved ran is noted", "moved_linear:as_before", "note_rest(plan, number, y, y)", "pass", _MOVED),
+    Bug("experts that are moved compute as before", "own_class:watched_class",
+        " and not is_moved(self)", "", f"{_MOVED}[blockwise]"),
+    Bug("that it was moved is said", "silent_sites:Silence._reasons", "and is_moved(module):", "and False:", _MOVED),
+    Bug("a mark of where it was goes with detach", "layers.fp8_linear", "COMPUTES_KEY, DEVICE_KEY)", "COMPUTES_KEY)", _MOVED),
+    Bug("an operand elsewhere is not looked at", "observation_plan:ObservationPlan.observe",
+        "if observing and self.elsewhere(x_MK):", "if False:", _ELSEWHERE),
+    Bug("a probe elsewhere is not looked at", "observation_plan:ObservationPlan.note_probe",
+        " or self.elsewhere(y):", ":", _ELSEWHERE),
+    Bug("rows of the reference have a place of their own", "row_fold:_shared",
+        'torch.arange(mt * kt, dtype=torch.int32, device="cpu")', "torch.arange(mt * kt, dtype=torch.int32)", f"{_PLACE}[reference-blockwise]"),
+    Bug("numbers of an optimizer's steps have a place of their own", "update_turns:_times",
+        'torch.tensor(num, device="cpu")', "torch.tensor(num)", f"{_PLACE}[None-observe]"),
+    Bug("ops on the host stay out of graphs", "host_op:host_op", "tags=_TAGS", "tags=()",
+        f"{_T}test_an_op_that_works_on_the_host_stays_out_of_graphs_that_a_device_replays[observe]"),
+]  # fmt: skip

@@ -1,0 +1,141 @@
+"""A model that is moved behind attach, a default device of the user's, and graphs that a device replays."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from fp8watch.layers import moved_linear
+from fp8watch.layers.moved_linear import DEVICE_KEY
+
+OPS = (
+    "note_loss", "forward_ended", "quantize_dequantize", "quantize_codes", "look_at_output", "look_at_probe",
+    "quantize_for_backward", "dequantize_kept", "observe",
+)  # fmt: skip
+
+
+class Experts(nn.Module):
+    """As transformers' experts: one weight of all, multiplied expert by expert."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(4, 64, 64) * 0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.bmm(x.view(4, -1, 64), self.up).view(-1, 64)
+
+
+class Model(nn.Module):
+    """Two Linears and experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.experts, self.last = (
+            nn.Linear(64, 64),
+            nn.LayerNorm(64),
+            Experts(),
+            nn.Linear(64, 64),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.experts(self.norm(self.first(x)))).square().mean()
+
+
+def trained(model: nn.Module, steps: int = 4) -> list[float]:
+    torch.manual_seed(1)
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for _ in range(steps):
+        loss = model(torch.randn(32, 64))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss))
+    return losses
+
+
+def seem_moved(model: nn.Module) -> None:
+    """As if attach had found all of it on a GPU: the only device here is the CPU."""
+    for module in model.modules():
+        if DEVICE_KEY in module.__dict__:
+            module.__dict__[DEVICE_KEY] = "cuda"
+
+
+@pytest.mark.parametrize("recipe", ["blockwise", "observe", "delayed"])
+def test_a_model_that_is_moved_behind_attach_trains_as_before_and_says_that_it_is_blind(attach, capsys, recipe):
+    torch.manual_seed(0)
+    model = Model()
+    expected = trained(copy.deepcopy(model))
+    watch = attach(model, recipe=recipe, every=1)
+    seem_moved(model)
+    assert trained(model) == expected
+    summary = watch.summary()
+    assert summary["num_steps"] == 4
+    assert summary["internal_errors"] == {}
+    said = capsys.readouterr().err
+    assert "on cpu now, and on cuda when attach was called" in said
+    assert "attach behind .to(device)" in said
+    assert "announced as observed and send nothing" in watch._recorder.facts["blind"]
+    watch.detach()
+    assert not any(DEVICE_KEY in module.__dict__ for module in model.modules())
+
+
+def test_what_was_not_moved_is_no_news(attach, capsys):
+    model = Model()
+    attach(model, every=1)
+    trained(model)
+    assert "when attach was called" not in capsys.readouterr().err
+    assert not any(moved_linear.is_moved(m) for m in model.modules())
+
+
+def test_operands_elsewhere_are_not_looked_at(attach, mlp):
+    """They are on a GPU, and the rows on the CPU: to read them would wait for the device."""
+    watch = attach(mlp, recipe="observe", every=1)
+    plan = watch._plan
+    assert plan.elsewhere(torch.empty(2, 2, device="meta"))
+    assert not plan.elsewhere(torch.empty(2, 2))
+    x = torch.empty(32, 64, device="meta")
+    plan.step.begin(plan.step.sample)
+    before = plan.slab.copy_rows().tobytes()
+    for row in range(3):
+        plan.note_output(row, x)
+        plan.note_probe(row, x)
+    plan.observe(plan.sites.part((0,)), x, number=0)
+    assert plan.slab.copy_rows().tobytes() == before
+    assert watch.summary()["internal_errors"] == {}
+
+
+@pytest.mark.parametrize("recipe", ["blockwise", "observe", "delayed", "current", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("backend", [None, "reference"])
+def test_a_default_device_of_the_users_changes_nothing(attach, recipe, backend):
+    """`torch.set_default_device("cuda")` is on, and the model where it is: what we make for ourselves has a place of its own."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 64))
+    xs = [torch.randn(32, 64) for _ in range(14)]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+    with torch.device("meta"):
+        watch = attach(model, recipe=recipe, backend=backend, every=1, hash_every=2)
+        for x in xs:
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    summary = watch.summary()
+    assert summary["num_steps"] == len(xs)
+    assert summary["internal_errors"] == {}
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_an_op_that_works_on_the_host_stays_out_of_graphs_that_a_device_replays(op):
+    """On an H200 the first step under `torch.compile(mode="reduce-overhead")` raised, where it was recorded."""
+    assert torch.Tag.cudagraph_unsafe in getattr(torch.ops.fp8watch, op).default.tags
+
+
+def test_there_are_no_other_ops():
+    named = {
+        name.removeprefix("fp8watch::")
+        for name in torch._C._dispatch_get_all_op_names()
+        if name.startswith("fp8watch::")
+    }
+    assert named == set(OPS)
