@@ -192,7 +192,8 @@ def attach(
     seen = [module for _, module in linears] + [m.module for m in te]
     covered = guard.call("coverage", lambda: coverage(named, seen, watched.own, heads), Coverage())
     told: dict[str, str] = guard.call("roles", lambda: role_facts(named, linears), {})
-    told |= watched.expert_facts()
+    of_gemms: dict[str, str] = guard.call("device", lambda: by.facts(device), {})
+    told |= watched.expert_facts() | of_gemms
     recorder = None
     if plan.slab is not None:
         recorder = guard.run(

@@ -34,6 +34,12 @@ class GemmChoice:
     recipe: Recipe  # the one that was asked for, or the same observed
     reason: str | None = None  # why nothing computes in FP8, where that was not asked for
 
+    def facts(self, device: torch.device) -> dict[str, str]:
+        """What a session says of it: how products of Linears are computed, and on what."""
+        how = "observe" if self.recipe.observe_only else self.how
+        on = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        return {"gemm": how, "device": on}
+
 
 def choose_gemm(asked: str, recipe: Recipe, device: torch.device, num_linears: int = 1) -> GemmChoice:
     """Decide how GEMMs are computed.

@@ -79,15 +79,21 @@ def test_a_regex_left_three_of_477_modules_in_bf16() -> None:
     """Coverage 474/477, the three names, against the fingerprint of the session before."""
     before, after = healthy(4, 20), healthy(5, 20, first_step=20)
     names = ["layers.7.mlp.gate_proj", "layers.7.mlp.up_proj", "layers.9.attention.q_proj"]
-    facts = {"left_out": "lm_head (output head)", "num_linears": 477}
-    fewer = {"left_out": "lm_head (output head); " + "; ".join(f"{n} (filter_fn)" for n in names), "num_linears": 474}
+    facts = {"left_out": "lm_head (output head)", "num_linears": 477, "device": "NVIDIA H100"}
+    fewer = {
+        "left_out": "lm_head (output head); " + "; ".join(f"{n} (filter_fn)" for n in names),
+        "num_linears": 474,
+        "device": "NVIDIA H200",
+    }
     old = session(before, attempt=1, fingerprint="aaaa", facts=facts)
     new = session(after, attempt=2, fingerprint="bbbb", facts=fewer)
     finding, words = said(Case([after], 20, [[old], [new]]))
     assert finding.mode == "recipe-mismatch"
     assert "474/477" in words.title
     assert all(n in words.cause for n in names)
-    assert {"fingerprint", "coverage", "left_out"} <= {e["field"] for e in words.evidence}
+    told = {e["field"] for e in words.evidence}
+    assert {"fingerprint", "coverage", "left_out"} <= told
+    assert "device" not in told
 
 
 def test_a_filter_that_leaves_out_too_much_is_told_against_the_checkpoint() -> None:

@@ -12,6 +12,7 @@ from pages import synthetic
 from pages.collector import make_app, serving
 
 from fp8watch_server.pages.coverage import agents, left_out
+from fp8watch_server.pages.formatting import number
 from fp8watch_server.pages.live import Topic, version
 
 
@@ -47,6 +48,8 @@ def test_run_page_says_what_is_in_fp8_on_which_backend_and_what_is_not_and_why(
             "left_out": "lm_head (output head); <b>x (too small)",
             "configuration_warning": "E5M2 with <1,128>",
             "gradients_unseen": "2 processes share them",
+            "gemm": "scaled_mm",
+            "device": "NVIDIA <H200>",
         }
         session = {"rank": 0, "host": "node-1", "pid": 1, "recipe": "blockwise", "backend": "cpu", "facts": facts}
         assert client.put(f"/v1/runs/cover/sessions/{run.session}", json=session).status_code == 200
@@ -54,7 +57,7 @@ def test_run_page_says_what_is_in_fp8_on_which_backend_and_what_is_not_and_why(
         html = client.get("/runs/cover").text
     said = words(html, "coverage")
     for expected in (
-        "7 modules",
+        "7 modules: codes are multiplied by torch._scaled_mm on NVIDIA &lt;H200&gt;",
         "Whether optimizers get the gradients that backward gave is not looked at: 2 processes share them.",
         "input rowwise E4M3 1×128 power of two blockwise reference 7",
         "weight rowwise E4M3 128×128",
@@ -156,6 +159,14 @@ def test_ranks_that_need_somebody_come_first_and_are_counted() -> None:
     assert why[0] == ["17 records lost (ring_full)"]
     assert why[1] == ["silent, last seen 10 min ago"]
     assert why[2:] == [["2 errors inside the agent"], []]
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_records_on_a_disk_are_told_of_the_moment_that_is_known(ended: bool) -> None:
+    """`fp8watch sync` sends the health that was written with them: behind it they wait no more."""
+    [row] = agents({"sessions": [session_of(0, health={"spooled": 16218.0}, ended=ended)], "world_size": 1})["rows"]
+    said = "lay on its disk when it ended; fp8watch sync sends what has not come" if ended else "wait on its disk"
+    assert row["why"] == [f"{number(16218)} records {said}"]
 
 
 def test_hostile_health_is_no_stack_trace() -> None:

@@ -12,6 +12,7 @@ from torch import nn
 import fp8watch
 from fp8watch import recipe as recipes
 from fp8watch.kernels import scaled_mm
+from fp8watch.recipe.build import observe
 from fp8watch.session import attach as attach_module
 from fp8watch.session.gemm_choice import choose_gemm
 
@@ -130,3 +131,17 @@ def test_attach_multiplies_codes_on_hopper_and_says_so(on_a_gpu, capsys):
     with fp8watch.attach(twin, recipe=BLOCKWISE, gemm="emulated"):
         assert losses(twin) == pytest.approx(in_codes, rel=1e-5)
     assert "_scaled_mm" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("recipe", "gemm", "how"),
+    [(BLOCKWISE, None, "scaled_mm"), (BLOCKWISE, "emulated", "emulated"), (observe(BLOCKWISE), None, "observe")],
+)
+def test_a_session_says_how_products_are_made_and_on_what(on_a_gpu, monkeypatch, recipe, gemm, how):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    on_a_gpu(None)
+    assert choose_gemm(gemm or "auto", recipe, torch.device("cuda")).facts(torch.device("cuda")) == {
+        "gemm": how,
+        "device": "NVIDIA H200",
+    }
+    assert choose_gemm("auto", recipe, torch.device("cpu")).facts(torch.device("cpu"))["device"] == "cpu"

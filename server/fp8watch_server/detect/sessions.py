@@ -53,6 +53,7 @@ _IGNORED = frozenset(
             "no_step_ended",
             *("logits_unseen", "gradients_unseen"),
             "replaced",
+            "device",
             "restart_count",
             ROLES_FACT,
         ),

@@ -22,6 +22,11 @@ NUM_RANKS = 32
 NUM_PRECISIONS = 16
 PRECISION = "precision."
 """Facts of a session: what is kept in which precision."""
+GEMMS = {
+    "scaled_mm": "codes are multiplied by torch._scaled_mm",
+    "emulated": "dequantised operands are multiplied in float32",
+}
+"""How the products of what computes in FP8 are made, by fact `gemm`."""
 _ITEM = re.compile(r"([^;()]+?) \(((?:[^()]|\([^()]*\))*)\)(?:; |$)")
 
 
@@ -78,6 +83,8 @@ def coverage(run: RunWithSessions, sites: Sequence[SiteRow]) -> Dict:
         "num_quantised": len(quantised),
         "num_probes": len(probed),
         "observe_only": bool(facts.get("observe_only")),
+        "gemm": GEMMS.get(str(facts.get("gemm") or ""), ""),
+        "device": str(facts.get("device") or ""),
         "groups": rows[:24],
         "left_out": out[:NUM_LEFT_OUT],
         "num_more": max(0, len(out) - NUM_LEFT_OUT),
@@ -137,7 +144,12 @@ def _agent(session: SessionRow, now: float) -> Dict:
     if errors:
         why.append(f"{errors} error{'' if errors == 1 else 's'} inside the agent")
     if spooled:
-        why.append(f"{number(spooled)} records wait on its disk")
+        lie = (
+            "lay on its disk when it ended; fp8watch sync sends what has not come"
+            if session["ended"]
+            else "wait on its disk"
+        )
+        why.append(f"{number(spooled)} records {lie}")
     return {
         "rank": session["rank"],
         "host": session["host"],
