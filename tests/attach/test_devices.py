@@ -52,7 +52,7 @@ def trained(model: nn.Module, steps: int = 4) -> list[float]:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
     return losses
 
 
