@@ -53,9 +53,14 @@ def watched_class(base: type[nn.Module]) -> type[nn.Module]:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return (_outside_of_graphs if self.__dict__.get(COMPUTES_KEY) else _plain)(original, self, args, kwargs)
-        if self.__dict__.get(COMPUTES_KEY) and not is_moved(self):
+        computes, gemms = self.__dict__.get(COMPUTES_KEY), self.__dict__.get(GEMMS_KEY)
+        if computes and is_moved(self):
+            out = original(self, *args, **kwargs)
+            if self.training:
+                gemms.note_rest(out)
+            return out
+        if computes:
             return _compute(original, self, args, kwargs)
-        gemms = self.__dict__.get(GEMMS_KEY)
         if gemms is None or not self.training or torch._C._get_tracing_state() is not None:
             return original(self, *args, **kwargs)
         gemms.called = True

@@ -12,9 +12,9 @@ _ELSEWHERE = f"{_T}test_operands_elsewhere_are_not_looked_at"
 BUGS = [
     Bug("a Linear that is moved computes as before", "fp8_linear:WatchedLinear.forward",
         "if input.device.type != self.__dict__[DEVICE_KEY]:", "if False:", _MOVED),
-    Bug("that a Linear that is moved ran is noted", "moved_linear:as_before", "note_rest(plan, number, y, y)", "pass", _MOVED),
+    Bug("that a Linear that is moved ran is noted", "moved_linear:as_before", "note_rest(plan, number, y, y)", "pass", f"{_T}test_steps_of_linears_alone_that_are_moved_end"),
     Bug("experts that are moved compute as before", "own_class:watched_class",
-        " and not is_moved(self)", "", f"{_MOVED}[blockwise]"),
+        "if computes and is_moved(self):", "if False:", f"{_MOVED}[blockwise]"),
     Bug("that it was moved is said", "silent_sites:Silence._reasons", "and is_moved(module):", "and False:", _MOVED),
     Bug("a mark of where it was goes with detach", "layers.fp8_linear", "COMPUTES_KEY, DEVICE_KEY)", "COMPUTES_KEY)", _MOVED),
     Bug("an operand elsewhere is not looked at", "observation_plan:ObservationPlan.observe",

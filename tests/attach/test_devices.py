@@ -82,6 +82,14 @@ def test_a_model_that_is_moved_behind_attach_trains_as_before_and_says_that_it_i
     assert not any(DEVICE_KEY in module.__dict__ for module in model.modules())
 
 
+@pytest.mark.parametrize("recipe", ["blockwise", "observe"])
+def test_steps_of_linears_alone_that_are_moved_end(attach, mlp, train, recipe):
+    watch = attach(mlp, recipe=recipe)
+    seem_moved(mlp)
+    train(mlp, steps=3)
+    assert watch.summary()["num_steps"] == 3
+
+
 def test_what_was_not_moved_is_no_news(attach, capsys):
     model = Model()
     attach(model, every=1)
