@@ -12,7 +12,6 @@ _ELSEWHERE = f"{_T}test_operands_elsewhere_are_not_looked_at"
 BUGS = [
     Bug("a Linear that is moved computes as before", "fp8_linear:WatchedLinear.forward",
         "if input.device.type != self.__dict__[DEVICE_KEY]:", "if False:", _MOVED),
-    Bug("that a Linear that is moved ran is noted", "moved_linear:as_before", "note_rest(plan, number, y, y)", "pass", f"{_T}test_steps_of_linears_alone_that_are_moved_end"),
     Bug("experts that are moved compute as before", "own_class:watched_class",
         "if computes and is_moved(self):", "if False:", f"{_MOVED}[blockwise]"),
     Bug("that it was moved is said", "silent_sites:Silence._reasons", "and is_moved(module):", "and False:", _MOVED),
