@@ -40,7 +40,7 @@ from fp8watch.layers.custom_ops import (
 )
 from fp8watch.layers.double_backward import apply_packed, once_only, packed_by
 from fp8watch.layers.impact_rows import take_impact
-from fp8watch.layers.moved_linear import DEVICE_KEY, as_before
+from fp8watch.layers.moved_linear import DEVICE_KEY, as_before, is_moved
 from fp8watch.layers.observe_linear import observe, observe_forward, rests
 from fp8watch.layers.parameter_trail import linear_in_fp8, num_modes
 from fp8watch.layers.saved_operands import dequantize_kept, quantize_for_backward
@@ -315,7 +315,7 @@ class WatchedLinear(nn.Linear):
         site = self.__dict__.get(SITE_KEY)
         if site is None:
             return F.linear(input, self.weight, self.bias)
-        if input.device.type != self.__dict__[DEVICE_KEY]:
+        if input.device.type != self.__dict__[DEVICE_KEY] and is_moved(self):
             return as_before(self, input, self.__dict__[NUMBER_KEY])
         if not self.__dict__[OBSERVE_KEY]:
             how, scaled = self.__dict__[LAYOUT_KEY], self.__dict__.get(SCALED_KEY)

@@ -11,7 +11,7 @@ _ELSEWHERE = f"{_T}test_operands_elsewhere_are_not_looked_at"
 
 BUGS = [
     Bug("a Linear that is moved computes as before", "fp8_linear:WatchedLinear.forward",
-        "if input.device.type != self.__dict__[DEVICE_KEY]:", "if False:", _MOVED),
+        "if input.device.type != self.__dict__[DEVICE_KEY] and is_moved(self):", "if False:", _MOVED),
     Bug("experts that are moved compute as before", "own_class:watched_class",
         "if computes and is_moved(self):", "if False:", f"{_MOVED}[blockwise]"),
     Bug("that it was moved is said", "silent_sites:Silence._reasons", "and is_moved(module):", "and False:", _MOVED),

@@ -224,9 +224,16 @@ CAUSES = [
     Bug(
         "a jump that was left to others does not begin again",
         "loss_jump:LossJumps.observe",
-        "self._calm = not told and not back, bool(told)",
-        "self._calm = False, bool(told)",
+        "self._left, self._calm = not told and not back, 0",
+        "self._left, self._calm = False, 0",
         f"{FIRST}::test_inputs_that_are_larger_behind_the_first_gemm_are_no_matter_of_the_data",
+    ),
+    Bug(
+        "what a worse jump comes back to is no third one",
+        "loss_jump:LossJumps.observe",
+        "if back:  # from a worse one to the one that goes on",
+        "if back and not setattr(self, '_goes_on', False):",
+        f"{FIRST}::test_a_batch_that_is_worse_by_far_is_told_while_a_jump_goes_on",
     ),
     Bug(
         "a loss that comes back behind a jump that was told is that one",

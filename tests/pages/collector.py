@@ -21,6 +21,9 @@ from fp8watch_server.http.server import Server
 from fp8watch_server.pipeline.detect_worker import Detection
 from fp8watch_server.settings import Settings
 
+LIMITS = httpx.Limits(keepalive_expiry=1.0)
+"""A connection that the server is about to close, after five idle seconds, is not used."""
+
 
 class _Quiet:
     """Detectors that find nothing."""
@@ -63,7 +66,7 @@ def serving(app: FastAPI, port: int = 0) -> Iterator[httpx.Client]:
         assert ready.wait(20), "the collector did not start"
         port = sock.getsockname()[1]
         try:
-            with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=20) as client:
+            with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=20, limits=LIMITS) as client:
                 yield client
         finally:
             server.should_exit = True
