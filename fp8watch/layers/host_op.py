@@ -10,13 +10,18 @@ cudagraph pool not tracked as outputs".)
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._library.custom_ops import CustomOpDef
 
-_TAGS = [tag for tag in (getattr(torch.Tag, "cudagraph_unsafe", None),) if tag is not None]
+if TYPE_CHECKING:
+    from torch._library.custom_ops import CustomOpDef
+
+_HAS_TAGS = hasattr(torch.Tag, "cudagraph_unsafe") and "tags" in inspect.signature(torch.library.custom_op).parameters
+_TAGS: dict[str, Any] = {"tags": [torch.Tag.cudagraph_unsafe]} if _HAS_TAGS else {}
+"""A torch that has no such tag records what it records."""
 
 
 def host_op(name: str, function: Callable[..., Any]) -> CustomOpDef:
@@ -26,4 +31,4 @@ def host_op(name: str, function: Callable[..., Any]) -> CustomOpDef:
         name: "fp8watch::" and the op's.
         function: of tensors, numbers and texts, annotated as `custom_op` wants it.
     """
-    return torch.library.custom_op(name, mutates_args=(), tags=_TAGS)(function)
+    return torch.library.custom_op(name, mutates_args=(), **_TAGS)(function)

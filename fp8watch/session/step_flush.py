@@ -116,6 +116,7 @@ class StepFlush:
     _newest: int = -1  # the step that ended last; those before it may still be on their way
     _parameters: list[tuple[str, nn.Parameter]] = field(default_factory=list)
     _num_taken: int = 0
+    _left_there: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self._ids = np.array(self.site_ids, dtype=np.uint64)
@@ -182,14 +183,23 @@ class StepFlush:
                 numbers[name] = float(value)
             elif self.copies.late and value.device.type == self.copies.device.type:
                 waiting[name] = value.to(self.copies.device, non_blocking=True)
-            elif value.device.type == "cuda":
-                pass  # what is observed is on the CPU: to read it would wait for the device
+            elif value.device.type not in ("cpu", self.copies.device.type):
+                self._leave_there(name, value)
             elif type(value) is Tensor and value.numel() == 1:
                 numbers[name] = float(value.item())
             else:
                 whole = value.detach()
                 numbers[name] = float((whole.double() if whole.device.type == "cpu" else whole.float()).mean())
         return numbers, waiting
+
+    def _leave_there(self, name: str, value: Tensor) -> None:
+        """A number on another device than what is observed is not read, which would wait for it; said once of each."""
+        if name not in self._left_there:
+            self._left_there.add(name)
+            here = self.copies.device.type
+            self.registration.say(
+                f"{name} is on {value.device} and what is observed on {here}: it is not recorded, reading it would wait for the device"
+            )
 
     def _gradients(self, device: torch.device, part: int, parts: int) -> tuple[list[str], list[Tensor]]:
         """Names and gradients of one part of the parameters, of so many parts."""

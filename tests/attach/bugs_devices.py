@@ -12,6 +12,10 @@ _ELSEWHERE = f"{_T}test_operands_elsewhere_are_not_looked_at"
 BUGS = [
     Bug("a Linear that is moved computes as before", "fp8_linear:WatchedLinear.forward",
         "if input.device.type != self.__dict__[DEVICE_KEY] and is_moved(self):", "if False:", _MOVED),
+    Bug("that a Linear that is moved ran is noted", "moved_linear:as_before", "note_rest(plan, number, y, y)", "pass",
+        f"{_T}test_steps_of_linears_alone_that_are_moved_end"),
+    Bug("a loss that is not read is said", "step_flush:StepFlush._split", "self._leave_there(name, value)", "pass",
+        f"{_T}test_a_number_on_another_device_is_not_read_and_that_is_said_once"),
     Bug("experts that are moved compute as before", "own_class:watched_class",
         "if computes and is_moved(self):", "if False:", f"{_MOVED}[blockwise]"),
     Bug("that it was moved is said", "silent_sites:Silence._reasons", "and is_moved(module):", "and False:", _MOVED),
@@ -24,6 +28,6 @@ BUGS = [
         'torch.arange(mt * kt, dtype=torch.int32, device="cpu")', "torch.arange(mt * kt, dtype=torch.int32)", f"{_PLACE}[reference-blockwise]"),
     Bug("numbers of an optimizer's steps have a place of their own", "update_turns:_times",
         'torch.tensor(num, device="cpu")', "torch.tensor(num)", f"{_PLACE}[None-observe]"),
-    Bug("ops on the host stay out of graphs", "host_op:host_op", "tags=_TAGS", "tags=()",
+    Bug("ops on the host stay out of graphs", "host_op:host_op", "**_TAGS", "tags=()",
         f"{_T}test_an_op_that_works_on_the_host_stays_out_of_graphs_that_a_device_replays[observe]"),
 ]  # fmt: skip

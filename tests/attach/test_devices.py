@@ -89,9 +89,24 @@ def test_steps_of_linears_alone_that_are_moved_end(attach, recipe):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     seem_moved(model)
     for _ in range(3):
-        model(torch.randn(32, 64)).square().mean().backward()
+        x = torch.randn(32, 64)
+        for part in model:  # by itself, as losses do that use a part of a model
+            x = part(x)
+        x.square().mean().backward()
         optimizer.step()
     assert watch.summary()["num_steps"] == 3
+
+
+def test_a_number_on_another_device_is_not_read_and_that_is_said_once(attach, mlp, capsys):
+    """It is on a GPU, and what is observed on the CPU: to read it would wait for the device."""
+    watch = attach(mlp, recipe="observe")
+    there = torch.empty((), device="meta")
+    for _ in range(2):
+        assert watch._flush._split({"loss": there, "lr": 0.5, "grad_norm": torch.tensor(2.0)}) == (
+            {"lr": 0.5, "grad_norm": 2.0},
+            {},
+        )
+    assert capsys.readouterr().err.count("loss is on meta and what is observed on cpu: it is not recorded") == 1
 
 
 def test_what_was_not_moved_is_no_news(attach, capsys):

@@ -20,47 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from training_models import VOCAB, Lm
 
-HEAD, VOCABULARY, LENGTH = 128, 8192, 1024
-STEPS = 32
-
-
-class Block(nn.Module):
-    """Attention and a gated feed-forward, as Llama's."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.RMSNorm(width), nn.RMSNorm(width)
-        self.wq, self.wk, self.wv, self.wo = (nn.Linear(width, width, bias=False) for _ in range(4))
-        self.gate, self.up = (nn.Linear(width, 3 * width, bias=False) for _ in range(2))
-        self.down = nn.Linear(3 * width, width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.norm1(x)
-        b, t, width = y.shape
-        q, k, v = (f(y).view(b, t, width // HEAD, HEAD).transpose(1, 2) for f in (self.wq, self.wk, self.wv))
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, t, width)
-        x = x + self.wo(mixed)
-        y = self.norm2(x)
-        out: Tensor = x + self.down(F.silu(self.gate(y)) * self.up(y))
-        return out
-
-
-class Decoder(nn.Module):
-    """A language model whose forward returns its loss."""
-
-    def __init__(self, width: int, layers: int) -> None:
-        super().__init__()
-        self.embed, self.layers = nn.Embedding(VOCABULARY, width), nn.ModuleList(Block(width) for _ in range(layers))
-        self.norm, self.lm_head = nn.RMSNorm(width), nn.Linear(width, VOCABULARY, bias=False)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embed(ids)
-        for layer in self.layers:
-            x = layer(x)
-        return F.cross_entropy(self.lm_head(self.norm(x))[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
+LENGTH, STEPS = 1024, 32
 
 
 def rate(step: Callable[[], None]) -> str:
@@ -112,12 +74,12 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("FP8WATCH_SPOOL_DIR", str((args.out / "spool").resolve()))
     torch.manual_seed(0)
-    model = Decoder(args.width, args.layers).cuda().bfloat16()
+    model = Lm(args.width, args.layers).cuda().bfloat16()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    ids = torch.randint(0, VOCABULARY, (-(-args.tokens // LENGTH), LENGTH), device="cuda")
+    ids = torch.randint(0, VOCAB, (-(-args.tokens // LENGTH), LENGTH), device="cuda")
 
     def step() -> None:
-        model(ids).backward()
+        model(ids, ids).backward()
         optimizer.step()
         optimizer.zero_grad()
 

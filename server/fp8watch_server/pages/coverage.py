@@ -144,12 +144,12 @@ def _agent(session: SessionRow, now: float) -> Dict:
     if errors:
         why.append(f"{errors} error{'' if errors == 1 else 's'} inside the agent")
     if spooled:
-        lie = (
+        where = (
             "lay on its disk when it ended; fp8watch sync sends what has not come"
             if session["ended"]
             else "wait on its disk"
         )
-        why.append(f"{number(spooled)} records {lie}")
+        why.append(f"{number(spooled)} records {where}")
     return {
         "rank": session["rank"],
         "host": session["host"],
