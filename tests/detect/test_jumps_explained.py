@@ -140,6 +140,7 @@ def test_a_level_behind_an_lr_that_fell_is_of_the_lr_where_that_step_has_no_loss
     t, at = healthy(1, num), np.arange(num)
     rng = np.random.default_rng(1)
     t.steps["loss"] = 2.0 + 0.02 * rng.normal(0, 1, num) - np.where(at >= fell, 0.6, 0.0)
+    t.steps["loss"][:20] = 4.0  # it has learnt: at its first level a fall would be no level
     t.steps["lr"] = np.where(at < fell, 1e-3, 1e-4)
     without_loss(t, at % each != 0)
     assert [i for i in told(t) if i.mode == "bad-batch"] == []

@@ -10,6 +10,20 @@ C = "tests/collector"
 
 SOON = [
     Bug(
+        "what was written while the dispatcher looked waits for company",
+        "group:_left",
+        "now - since < -AHEAD_S",
+        "now < since",
+        f"{N}/test_group.py::test_a_notice_that_was_written_while_the_dispatcher_looked_waits_for_company_too",
+    ),
+    Bug(
+        "a clock that was set back delays nothing",
+        "group:_left",
+        "since is None or now - since < -AHEAD_S",
+        "since is None",
+        f"{N}/test_group.py::test_a_notice_of_a_clock_that_was_set_back_delays_nothing",
+    ),
+    Bug(
         "a message leaves within two seconds",
         "outbox",
         "POLL_S = 0.5\n",

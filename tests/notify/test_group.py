@@ -72,6 +72,28 @@ def test_notices_of_one_run_within_the_wait_are_one_message(bench: Callable[...,
     assert b.receiver.got[0].headers["Idempotency-Key"] == "c:firing"
 
 
+def test_a_notice_that_was_written_while_the_dispatcher_looked_waits_for_company_too(
+    bench: Callable[..., Bench],
+) -> None:
+    b = bench()
+    b.now += 0.01
+    b.put("a")
+    b.now -= 0.01  # the clock was read before the notice was
+    assert b.send() == []
+    b.now += 4
+    b.put("b")
+    b.now += 1.01
+    assert b.send() == [[("firing", "a"), ("firing", "b")]]
+
+
+def test_a_notice_of_a_clock_that_was_set_back_delays_nothing(bench: Callable[..., Bench]) -> None:
+    b = bench()
+    b.now += 100
+    b.put("a")
+    b.now -= 100
+    assert b.send() == [[("firing", "a")]]
+
+
 def test_the_next_message_about_a_run_waits_for_the_interval_and_a_critical_one_does_not(
     bench: Callable[..., Bench],
 ) -> None:

@@ -5,8 +5,8 @@ Thread:     dispatcher; reads only
 
 As in Alertmanager, the first notice of a run waits for company (group_wait_s), and the next message about the same run
 comes group_interval_s later; a critical incident does not wait for that. Past max_per_hour what comes is held, and told
-as one summary over all runs, at most every SUMMARY_EVERY_S. A resolve waits until its firing is through. A time ahead
-of the clock was written by a clock that has been set back since: it delays nothing.
+as one summary over all runs, at most every SUMMARY_EVERY_S. A resolve waits until its firing is through. A time further
+ahead than AHEAD_S was written by a clock that has been set back since: it delays nothing.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from fp8watch_server.notify.message import SUMMARY, order_of
 
 SUMMARY_EVERY_S = 300.0
 HOUR_S = 3600.0
+AHEAD_S = 2.0
+"""What was written while the dispatcher looked, or by another machine whose clock is a little ahead, is new."""
 MAX_TOGETHER = 256
 UNDERWAY = ("pending", "leased", "grouped")
 
@@ -96,7 +98,9 @@ def choose(conn: sa.Connection, channel: Channel, now: float) -> Pick:
 
 def _left(seconds: float, since: float | None, now: float) -> float:
     """What is left of a time that began then."""
-    return seconds - (now - since) if since is not None and 0 <= now - since < seconds else 0.0
+    if since is None or now - since < -AHEAD_S:
+        return 0.0
+    return max(0.0, seconds - max(0.0, now - since))
 
 
 def _fresh(conn: sa.Connection, channel: str) -> list[Row]:
