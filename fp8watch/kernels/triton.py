@@ -29,6 +29,9 @@ NAME = "triton"
 HARDWARE_CAST = False
 """Whether codes come from the cast instruction (sm_89 and later) in place of integer arithmetic."""
 
+_served: dict[str, bool] = {}
+"""Of types of devices whether kernels look at outputs there."""
+
 _module: ModuleType | None = None
 _failure = ""
 
@@ -129,6 +132,38 @@ def measure_both(x: torch.Tensor, job: QuantizeJob, scales: Scales | None = None
 
 
 dequantize = reference.dequantize
+
+
+def look_into(y: torch.Tensor, buffer: torch.Tensor, row: int, call_order: int, *, energy: bool) -> bool:
+    """Merge a look at an output [M, N] into `buffer[row]` on its device, as `fp8watch.sketch.slab.Slab.accumulate_probe` does
+    on a CPU. False, and nothing done, where there are no kernels for it."""
+    kernels = _look_kernels(y, buffer)
+    if kernels is None:
+        return False
+    kernels.look_into(y, buffer, row, call_order, energy=energy)
+    return True
+
+
+def count_into(y: torch.Tensor, buffer: torch.Tensor, row: int, *, nan_only: bool) -> bool:
+    """Add how many elements of a GEMM's output [..., N] are not finite to `buffer[row]` on its device. False, and nothing done,
+    where there are no kernels for it."""
+    y = y.reshape(-1, y.shape[-1]) if y.dim() > 2 and y.numel() else y
+    kernels = _look_kernels(y, buffer)
+    if kernels is None:
+        return False
+    kernels.count_into(y, buffer, row, nan_only=nan_only)
+    return True
+
+
+def _look_kernels(y: torch.Tensor, buffer: torch.Tensor) -> Any:
+    """The kernels that look at outputs, where they serve this one."""
+    if y.device.type not in _served:
+        _served[y.device.type] = probe(y.device) is None
+    if not _served[y.device.type]:
+        return None
+    from fp8watch.kernels import triton_look
+
+    return triton_look if triton_look.serves(y, buffer) else None
 
 
 def _how(job: QuantizeJob, output: Output) -> How:

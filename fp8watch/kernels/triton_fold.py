@@ -51,7 +51,7 @@ _SECTIONS = (  # fields that one program writes as a vector: they must lie side 
 )
 
 
-def _place(name: str, size: int) -> tl.constexpr:
+def place(name: str, size: int) -> tl.constexpr:
     """Index of a field in a row that is read as an array of items of that size."""
     assert ROW.fields is not None
     return tl.constexpr(int(ROW.fields[name][1]) // size)
@@ -66,14 +66,14 @@ if not _side_by_side():
     raise ImportError("the fields of fp8watch_agent.record do not lie as the folding kernel writes them")
 
 ITEMSIZE = tl.constexpr(ROW.itemsize)
-ENERGIES_F8, NOISE_MAX_F8 = _place("signal_energy", 8), _place("tile_noise_ratio_max", 8)
-GAIN_F8 = _place("gain_energy", 8)
-ELEMENTS_I8, DEPTH_I8 = _place("num_elements", 8), _place("depth_hist", 8)
-TILES_I4, HIST_I4 = _place("num_tiles", 4), _place("amax_hist", 4)
-MAXIMA_F4, MINIMA_F4 = _place("amax_max", 4), _place("amax_min_nonzero", 4)
-WORST_I4, NOISE_I4 = _place("worst_tile", 4), _place("noise_tile", 4)
-OFF_I4, FIRST_I4 = _place("off_scale_tile", 4), _place("first_nonfinite", 4)
-ORDER_I4, MEASURED_I4 = _place("order", 4), _place("measured", 4)
+ENERGIES_F8, NOISE_MAX_F8 = place("signal_energy", 8), place("tile_noise_ratio_max", 8)
+GAIN_F8 = place("gain_energy", 8)
+ELEMENTS_I8, DEPTH_I8 = place("num_elements", 8), place("depth_hist", 8)
+TILES_I4, HIST_I4 = place("num_tiles", 4), place("amax_hist", 4)
+MAXIMA_F4, MINIMA_F4 = place("amax_max", 4), place("amax_min_nonzero", 4)
+WORST_I4, NOISE_I4 = place("worst_tile", 4), place("noise_tile", 4)
+OFF_I4, FIRST_I4 = place("off_scale_tile", 4), place("first_nonfinite", 4)
+ORDER_I4, MEASURED_I4 = place("order", 4), place("measured", 4)
 NUM_ENERGIES, GAIN = tl.constexpr(5), tl.constexpr(6)
 CALLS, BY_EVERY_CALL = tl.constexpr(int(Measured.COUNTS)), tl.constexpr(int(EVERY_CALL & ~WITH_ENERGIES))
 ENERGIES, BY_ENERGIES = tl.constexpr(int(Measured.ENERGIES)), tl.constexpr(int(WITH_ENERGIES))
@@ -87,7 +87,10 @@ CHUNK = 256
 HIST_COLUMNS = 8
 """Columns of a histogram that one program sums: a sector of memory of each line."""
 
-_NUMBERS = ["row", "num_lines", "num_elements", "num_tiles", "columns", "tile_columns", "call_order", "measured"]
+_NUMBERS = [
+    "row", "num_lines", "num_elements", "num_tiles", "columns", "tile_columns", "call_order", "measured",
+    "second_row", "second_tiles", "second_tile_columns",
+]  # fmt: skip
 
 
 @triton.jit
@@ -98,7 +101,7 @@ def _better(best, place, value, other):
 
 
 @triton.jit
-def _lacking(bits):
+def lacking(bits):
     """What fp8watch_agent.record.lacking says of `measured`."""
     asked = tl.where((bits & CALLS) != 0, BY_EVERY_CALL, 0) | tl.where((bits & ENERGIES) != 0, BY_ENERGIES, 0)
     return ~bits & asked
@@ -189,7 +192,7 @@ def _fold_scalars(
     order = tl.load(row4 + ORDER_I4)
     tl.store(row4 + ORDER_I4, tl.where(order < 0, call_order, order))
     before = tl.load(row4 + MEASURED_I4)
-    tl.store(row4 + MEASURED_I4, (before | measured) & ~(_lacking(before) | _lacking(measured)))
+    tl.store(row4 + MEASURED_I4, (before | measured) & ~(lacking(before) | lacking(measured)))
 
     if HEAVY:
         _fold_energies(lines, row8, row4, num_lines, tile_columns, WHOLE, CHUNK)
@@ -255,10 +258,21 @@ def _sum_columns(lines, first_word, num_lines, CHUNK: tl.constexpr, COLUMNS: tl.
 @triton.jit(do_not_specialize=_NUMBERS)
 def fold_kernel(
     lines, buffer, row, num_lines, num_elements, num_tiles, columns, tile_columns, call_order, measured,
-    WHOLE: tl.constexpr, HEAVY: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr,
+    second_row, second_tiles, second_tile_columns,
+    WHOLE: tl.constexpr, HEAVY: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr, BOTH: tl.constexpr,
 ):  # fmt: skip
-    """Program 0 folds the scalars, the next 64 / COLUMNS the histogram of amax, the last 32 / COLUMNS that of depth."""
+    """Program 0 folds the scalars, the next 64 / COLUMNS the histogram of amax, the last 32 / COLUMNS that of depth. With BOTH as many
+    more do the same with as many lines behind these, of the other direction of the operand."""
     pid = tl.program_id(0)
+    if BOTH:
+        EACH: tl.constexpr = 1 + (64 + (32 if HEAVY else 0)) // COLUMNS
+        second = pid // EACH
+        pid = pid % EACH
+        lines += second.to(tl.int64) * num_lines * WORDS
+        row = tl.where(second == 1, second_row, row)
+        num_tiles = tl.where(second == 1, second_tiles, num_tiles)
+        tile_columns = tl.where(second == 1, second_tile_columns, tile_columns)
+        call_order += second
     start = buffer + row.to(tl.int64) * ITEMSIZE
     row8 = start.to(tl.pointer_type(tl.int64))
     row4 = start.to(tl.pointer_type(tl.int32))
@@ -305,6 +319,7 @@ class FoldedLines:
     tile_columns: int
     measured: int
     heavy: bool
+    second: FoldedLines | None = None  # of the other direction, whose lines lie behind these
 
     @cached_property
     def marks(self) -> torch.Tensor:
@@ -324,6 +339,7 @@ class FoldedLines:
 
     def release(self) -> None:
         """The lines are as large as the marks of many tiles. Of an operand that is one tile they are its marks."""
+        self.second = None
         if self.tile_marks is not None:
             self.lines = None
 
@@ -339,13 +355,23 @@ class FoldedLines:
 
     def merge_into(self, buffer: torch.Tensor, row: int, call_order: int) -> None:
         """Fold the lines into `buffer[row]` (uint8 [capacity, ROW.itemsize]), in place, in one launch."""
+        self._merge(buffer, (row, row), call_order, None)
+
+    def merge_both_into(self, buffer: torch.Tensor, rows: tuple[int, int], call_order: int) -> None:
+        """`merge_into` of these lines and of the second's, in one launch; the second's is the next call."""
+        assert self.second is not None
+        self._merge(buffer, rows, call_order, self.second)
+
+    def _merge(self, buffer: torch.Tensor, rows: tuple[int, int], call_order: int, second: FoldedLines | None) -> None:
         assert self.lines is not None
         num_programs = 1 + (64 + (32 if self.heavy else 0)) // HIST_COLUMNS
+        other = self if second is None else second
         with on_device_of(buffer):
-            fold_kernel[(num_programs,)](
-                self.lines, buffer, row, self.lines.shape[0], self.num_elements, self.num_tiles, self.columns,
-                self.tile_columns, call_order, self.measured,
-                WHOLE=self.tile_marks is None, HEAVY=self.heavy, CHUNK=CHUNK, COLUMNS=HIST_COLUMNS, num_warps=4,
+            fold_kernel[(num_programs * (1 if second is None else 2),)](
+                self.lines, buffer, rows[0], self.lines.shape[0], self.num_elements, self.num_tiles, self.columns,
+                self.tile_columns, call_order, self.measured, rows[1], other.num_tiles, other.tile_columns,
+                WHOLE=self.tile_marks is None, HEAVY=self.heavy, CHUNK=CHUNK, COLUMNS=HIST_COLUMNS,
+                BOTH=second is not None, num_warps=4,
             )  # fmt: skip
 
 

@@ -7,7 +7,8 @@ Imported only where Triton is there. Nothing here waits for the device.
 
 from __future__ import annotations
 
-from typing import Any
+from functools import lru_cache
+from typing import Any, cast
 
 import torch
 
@@ -41,19 +42,22 @@ class _Side:
     """What one direction of a call writes."""
 
     def __init__(
-        self, x: torch.Tensor, job: QuantizeJob, output: Output, num_programs: int, *, whole: bool = False, transposed: bool = False
+        self, x: torch.Tensor, job: QuantizeJob, output: Output, num_programs: int, *, whole: bool = False, transposed: bool = False,
+        lines: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
         self.shape, self.job, self.output = (x.shape[0], x.shape[1]), job, output
         self.num_tiles = (-(-x.shape[0] // job.tile[0]), -(-x.shape[1] // job.tile[1]))
-        shape = (0, 0) if output is Output.NOTHING else self.shape[::-1] if transposed else self.shape
-        dtype = torch.float32 if output is Output.VALUES else torch.uint8
-        out = torch.empty(shape, dtype=dtype, device=x.device)
-        self.out = out.t() if transposed else out
+        if output is Output.NOTHING:
+            self.out = _nothing(x.device)
+        else:
+            dtype = torch.float32 if output is Output.VALUES else torch.uint8
+            out = torch.empty(self.shape[::-1] if transposed else self.shape, dtype=dtype, device=x.device)
+            self.out = out.t() if transposed else out
         self.scale_inv = torch.empty(self.num_tiles, dtype=torch.float32, device=x.device)
         self.amax: torch.Tensor | None = None
         self.marks: torch.Tensor | None = None
-        self.lines: torch.Tensor | None = None
-        if job.stats:
+        self.lines = lines
+        if job.stats and lines is None:
             self.lines = torch.empty((num_programs, triton_fold.NUM_WORDS), dtype=torch.int32, device=x.device)
         if job.stats and not whole:
             marks = torch.uint8 if job.tile[0] * job.tile[1] < 256 else torch.int16
@@ -62,7 +66,7 @@ class _Side:
 
     def result(self) -> Quantized:
         job = self.job
-        out = self.out if self.output is Output.VALUES else self.out.view(job.fmt.dtype)
+        out = self.out.view(job.fmt.dtype) if self.output is Output.CODES else self.out
         if self.lines is None or self.amax is None:
             return out, self.scale_inv, None
         measured = int(LIGHT | HEAVY | Measured.GAIN) if job.heavy else int(LIGHT)
@@ -72,6 +76,12 @@ class _Side:
         )
         stats = TileStats(self.shape, job.tile, job.power_2_scale, job.eps, self.scale_inv, measured, folded=folded)
         return out, self.scale_inv, stats
+
+
+@lru_cache(maxsize=64)
+def _nothing(device: torch.device) -> torch.Tensor:
+    """What kernels are given in place of an output that they do not write: made once, for each operation on a device costs."""
+    return torch.empty((0, 0), dtype=torch.uint8, device=device)
 
 
 def has_kernel(tile: tuple[int, int]) -> bool:
@@ -131,8 +141,12 @@ def both(x: torch.Tensor, how: How, scales: Scales | None, *, transposed: bool) 
     regions_k = -(-columns // rk)
     num_programs = -(-rows // rm) * regions_k
     with triton_fold.on_device_of(x):
-        a = _Side(x, job, how.output, num_programs)
-        b = _Side(x, job.transposed(), how.output, num_programs, transposed=transposed)
+        lines: list[torch.Tensor | None] = [None, None]
+        if job.stats:
+            words = torch.empty((2, num_programs, triton_fold.NUM_WORDS), dtype=torch.int32, device=x.device)
+            lines = [*words.unbind()]
+        a = _Side(x, job, how.output, num_programs, lines=lines[0])
+        b = _Side(x, job.transposed(), how.output, num_programs, transposed=transposed, lines=lines[1])
         triton_tiles.both_kernel[(num_programs,)](
             x,
             a.out, a.scale_inv, a.amax, a.marks, given[0], a.lines,
@@ -140,7 +154,10 @@ def both(x: torch.Tensor, how: How, scales: Scales | None, *, transposed: bool) 
             rows, columns, *x.stride(), *a.out.stride(), *b.out.stride(), mt, kt, regions_k, job.eps,
             **_constants(x, how, scales is not None, region),
         )  # fmt: skip
-    return a.result(), b.result()
+    one, other = a.result(), b.result()
+    if one[2] is not None and other[2] is not None and isinstance(one[2].folded, triton_fold.FoldedLines):
+        one[2].folded.second = cast("triton_fold.FoldedLines", other[2].folded)
+    return one, other
 
 
 def _constants(x: torch.Tensor, how: How, given: bool, region: tuple[int, int]) -> dict[str, Any]:

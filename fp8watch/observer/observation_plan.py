@@ -244,13 +244,14 @@ class ObservationPlan:
         if into is not None:
             self._keep(asked, x_MK, measured, into.order)
             return
+        together = observing and self.slab is not None and self._accumulate_both(self.slab, asked.rows, measured)
         for row, quantizer, stats in zip(asked.rows, asked.quantizers, measured, strict=True):
             if asked.stateful:
                 quantizer.end(stats)
             if not observing or self.slab is None or row in unobserved:
                 continue
             try:
-                self._accumulate(self.slab, row, stats.shape, stats)
+                self._accumulate(self.slab, row, stats.shape, stats, is_there=together)
                 self._hash(row, x_MK)
             except Exception as error:  # noqa: BLE001 - training goes on, and the guard counts
                 self.guard.swallow("accumulate", error)
@@ -277,11 +278,24 @@ class ObservationPlan:
             step.hashed.add(row)
             self.slab.keep_hash(row, hash_bits(x_MK))
 
-    def _accumulate(self, slab: Slab, row: int, shape: tuple[int, int], stats: TileStats) -> None:
-        """Merge one call into its row, and keep its tiles until the step closes."""
+    def _accumulate_both(self, slab: Slab, rows: tuple[int, ...], measured: Sequence[TileStats]) -> bool:
+        """Merge both directions of an operand at once, where that can be done."""
+        if any(row in self.sites.unobserved for row in rows):
+            return False
+        try:
+            return slab.accumulate_both(rows, measured, self.step.calls)
+        except Exception as error:  # noqa: BLE001 - as below, where each of them is tried
+            self.guard.swallow("accumulate", error)
+            return False
+
+    def _accumulate(
+        self, slab: Slab, row: int, shape: tuple[int, int], stats: TileStats, *, is_there: bool = False
+    ) -> None:
+        """Merge one call into its row, if it is not there, and keep its tiles until the step closes."""
         step = self.step
         order, step.calls = step.calls, step.calls + 1
-        slab.accumulate(row, stats, order)
+        if not is_there:
+            slab.accumulate(row, stats, order)
         if stats.folded is not None:
             stats.folded.release()
         self._hold(row, order, stats, shape)
@@ -300,11 +314,15 @@ class ObservationPlan:
             return
         began = self.stopwatch.mark() if self.stopwatch is not None else None
         try:
-            # one read on the CPU settles the usual case
-            if not (y.is_cpu and y.numel() and math.isfinite(largest_magnitude(y))):
-                count = nonfinite_outputs(y)
-                if count is not None and self.slab is not None:
-                    self.slab.count_outputs(row, count)
+            if y.is_cpu:  # one read settles the usual case
+                count = None if y.numel() and math.isfinite(largest_magnitude(y)) else nonfinite_outputs(y)
+            else:
+                there = self.slab is not None and self.slab.count_outputs_there(
+                    row, y, nan_only=y.dtype == torch.float16
+                )
+                count = None if there else nonfinite_outputs(y)
+            if count is not None and self.slab is not None:
+                self.slab.count_outputs(row, count)
         except Exception as error:  # noqa: BLE001 - as above
             self.guard.swallow("output", error)
         if self.stopwatch is not None:
@@ -325,7 +343,7 @@ class ObservationPlan:
             y_MN = y.detach().reshape(-1, y.shape[-1]) if y.dim() else y.detach().reshape(1, 1)
             if slab.is_cpu:
                 slab.accumulate_probe(row, probe_numbers(y_MN, heavy=heavy), order)
-            else:
+            elif not slab.look_there(row, y_MN, order, energy=heavy):
                 slab.accumulate(row, probe_stats(y_MN, heavy=heavy), order)
             step.note_entered(entered)
         if self.stopwatch is not None:

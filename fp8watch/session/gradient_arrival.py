@@ -32,6 +32,7 @@ from fp8watch.session.by_optimizer import ByOptimizer
 from fp8watch.session.gradient_sample import sample
 from fp8watch.session.gradient_shards import ShardLook, Shards, all_shards
 from fp8watch.session.gradient_sketch import STEPS_APART, compressed_by, only_finite, sketches
+from fp8watch.session.gradients_apart import NORMAL_ELEMENTS, Pair, alike, gradients_apart
 from fp8watch.session.tensor_places import parameter_names
 from fp8watch_agent.guard import Guard
 from fp8watch_agent.update_names import (
@@ -52,14 +53,6 @@ GOLDEN = 0.618
 MAX_TURNS = 16
 """Parameters of an optimizer in one step."""
 REFRESH_STEPS = 256
-LEAST_APART = 1e-3
-ROUNDINGS = 2.0
-"""A gradient is off by no more than so many eps of its dtype: it is added up, unscaled and clipped in it."""
-NORMAL_ELEMENTS = 1024
-"""Fewer do not tell normal noise from anything else."""
-NORMAL_KURTOSIS, NORMAL_ALIKE = 0.5, 0.15
-"""How far from 3, and correlation of squares with those of the gradient: three deviations of chance and more. Products of activations and
-gradients differ in size from row to row and from column to column."""
 OTHERS = 3
 """Parameters whose gradient is another one from the first look on, and no fewer than those of which it is not, before that is said."""
 Optimizer = torch.optim.Optimizer
@@ -188,6 +181,7 @@ class GradientArrival:
         """It is about to step: name -> how far off a gradient is, as a share of its norm, 0 where that is rounding; nothing
         where it is known to be none."""
         found: dict[str, Any] = {}
+        pairs: list[Pair] = []
         known = self._known.get(id(optimizer))
         for look in () if known is None else known.turn:
             if isinstance(look, ShardLook):
@@ -214,15 +208,24 @@ class GradientArrival:
             if got.is_cpu and torch.equal(got, expected):
                 self._right.add(look.name)
                 continue
-            apart, flushed, normal = _apart(got, expected, gradient.dtype)
-            if (weight := sample(look.parameter.detach(), look.start)) is not None and weight.shape == got.shape:
-                apart = torch.where(_is_pruned(got, expected, weight, gradient.dtype), 0.0, apart)
-            if not apart.is_cpu or float(apart) >= 0:
-                few = got.numel() < NORMAL_ELEMENTS
-                found[GRADIENT_APART + look.name] = apart
-                found[GRADIENTS_FLUSHED] = torch.maximum(found.get(GRADIENTS_FLUSHED, flushed), flushed)
-                found[GRADIENTS_NORMAL] = found.get(GRADIENTS_NORMAL, 0) + (0 if few else normal)
-                found[GRADIENTS_FEW] = found.get(GRADIENTS_FEW, 0) + few
+            pairs.append(Pair(look.name, got, expected, sample(look.parameter.detach(), look.start), gradient.dtype))
+        for group in alike(pairs):
+            apart, flushed, normal = gradients_apart(group)
+            if apart.is_cpu:  # of which nothing can be said, nothing is
+                kept = apart >= 0
+                group, apart, flushed, normal = (
+                    [p for p, k in zip(group, kept.tolist(), strict=True) if k],
+                    apart[kept],
+                    flushed[kept],
+                    normal[kept],
+                )
+            if not group:
+                continue
+            found |= {GRADIENT_APART + pair.name: of for pair, of in zip(group, apart.unbind(), strict=True)}
+            flushed, few = flushed.amax(), group[0].got.numel() < NORMAL_ELEMENTS
+            found[GRADIENTS_FLUSHED] = torch.maximum(found.get(GRADIENTS_FLUSHED, flushed), flushed)
+            found[GRADIENTS_NORMAL] = found.get(GRADIENTS_NORMAL, 0) + (0 if few else normal.sum())
+            found[GRADIENTS_FEW] = found.get(GRADIENTS_FEW, 0) + few * len(group)
         return found
 
     def named(self, numbers: dict[str, float]) -> None:
@@ -289,47 +292,3 @@ def _see(guard: Guard, look: _Look, given: Tensor) -> None:
                 look.there, look.expected = there.clone(), there + now
     except Exception as error:  # noqa: BLE001 - training goes on, and the guard counts
         guard.swallow("gradients", error)
-
-
-def _apart(got: Tensor, expected: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """How far a gradient is from a positive multiple of what it was to be, as a share of its norm; which share of its elements is 0 though
-    it was given as something else, if these are the smallest of them; and whether the difference is distributed as normal noise is. The
-    first is 0 where it is rounding or values were clipped, −1 where nothing can be said. [] each"""
-    both = got.isfinite().all() & expected.isfinite().all()
-    of_got, of_expected = got.double(), expected.double()
-    energy, size = of_expected.square().sum(), of_got.norm()
-    wrong = of_got - (of_got * of_expected).sum().clamp_min(0.0) / energy * of_expected
-    apart = torch.where(size > 0, wrong.norm() / size, torch.where(energy > 0, 1.0, -1.0))
-    apart = torch.where((size > 0) & (energy == 0), 1.0, apart)
-    given, sizes = expected != 0, expected.abs()
-    lost = (got == 0) & given
-    smallest = sizes.where(lost, 0.0).amax() <= sizes.where(given & ~lost, math.inf).amin()
-    flushed = lost.sum() / given.sum().clamp_min(1) * smallest
-    # one by one: what differs has one magnitude, the largest that there is, and was larger
-    limit = got.abs().amax()
-    other = (got - expected).abs() > 4 * torch.finfo(dtype).eps * sizes
-    clipped = (~other | ((got.abs() >= limit) & (sizes > limit) & (got * expected > 0))).all()
-    rounding = apart <= max(LEAST_APART, ROUNDINGS * torch.finfo(dtype).eps)
-    apart = torch.where(rounding | clipped, apart.clamp(max=0.0), apart)
-    normal = _is_normal(wrong, of_expected) * ~lost.any()
-    return torch.where(both & (apart < math.inf), apart, -1.0), flushed.double(), normal
-
-
-def _is_pruned(got: Tensor, expected: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Whether all that differs is 0 where the weight is 0 too, and no other weight is: a mask of pruned elements. [] bool"""
-    gone = (got == 0) & (expected != 0)
-    of_got, kept = got.double(), expected.double() * ~gone
-    factor = (of_got * kept).sum() / kept.square().sum().clamp_min(torch.finfo(torch.float64).tiny)  # 0 of nothing
-    limit = max(LEAST_APART, ROUNDINGS * torch.finfo(dtype).eps)
-    alike = (of_got - factor * kept).norm() <= limit * of_got.norm()
-    pruned: Tensor = gone.any() & (((weight == 0) == gone) | (expected == 0)).all() & alike
-    return pruned
-
-
-def _is_normal(wrong: Tensor, expected: Tensor) -> Tensor:
-    """Whether a difference is distributed as normal noise, and is as large where the gradient is small. [] float64"""
-    of_wrong, of_expected = wrong.square(), expected.square()
-    kurtosis = of_wrong.square().mean() / of_wrong.mean().square()
-    a, b = of_wrong - of_wrong.mean(), of_expected - of_expected.mean()
-    alike = (a * b).sum().abs() <= NORMAL_ALIKE * a.norm() * b.norm()
-    return ((kurtosis - 3.0).abs() <= NORMAL_KURTOSIS).logical_and(alike).double()

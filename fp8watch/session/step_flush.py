@@ -43,7 +43,7 @@ from fp8watch.session.standing_state import StandingState
 from fp8watch.session.step_optimizer import FOUND_INF
 from fp8watch.session.tile_map_flush import TileMapFlush
 from fp8watch.session.window_merge import WindowMerge, steps_to_merge
-from fp8watch.sketch.host_copy import HostCopies, HostCopy
+from fp8watch.sketch.host_copy import HostCopies, HostCopy, side_by_side
 from fp8watch.sketch.tile_cache import StepTiles, TileHistory
 from fp8watch_agent.guard import Guard
 from fp8watch_agent.nonfinite_names import NONFINITE_INPUT
@@ -140,8 +140,9 @@ class StepFlush:
         observing = recorded and not plan.step.outside
         parts: dict[str, Tensor] = {"rows": slab.buffer} if self.copies.late or not slab.is_cpu else {}
         numbers, waiting = self._split({**values, **plan.why.take()} if plan.why.on_the_way else values)
+        names: list[str] = []
         if waiting:
-            parts["numbers"] = torch.stack([v.detach().double().mean() for v in waiting.values()])
+            names, parts["numbers"] = side_by_side(waiting)
         gradients: list[str] = []
         if observing and plan.step.sample.any_outputs:
             began = plan.stopwatch.mark() if plan.stopwatch is not None else None
@@ -168,7 +169,7 @@ class StepFlush:
         self._num_taken += 1
         self._newest = step
         left = PendingStep(
-            step, status, time.time(), recorded, batch_id, numbers, list(waiting), plan.step.sample, gradients, suspects, experts, vectors, plan.experts.turns.take(), list(parts),
+            step, status, time.time(), recorded, batch_id, numbers, names, plan.step.sample, gradients, suspects, experts, vectors, plan.experts.turns.take(), list(parts),
             plan.tiles.take(), self.copies.begin(*parts.values()),
         )  # fmt: skip
         self._on_the_way.append(left)

@@ -14,7 +14,7 @@ State of this file: tested on the CPU, with streams and events of the test's own
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,21 @@ MAX_PINNED_BYTES = 8 << 20
 """Kept for later copies; what is beyond goes back to torch."""
 
 _Release = Callable[[list[torch.Tensor]], None]
+
+
+def side_by_side(numbers: Mapping[str, torch.Tensor]) -> tuple[list[str], torch.Tensor]:
+    """Numbers of one device as one tensor: names, and what they are, float64 [N]; of a tensor of several elements its mean.
+
+    Those of one dtype are put together before they are converted: on a device each operation costs, however small it is.
+    """
+    alike: dict[torch.dtype, list[tuple[str, torch.Tensor]]] = {}
+    for name, value in numbers.items():
+        one = value.detach()
+        if type(one) is not torch.Tensor or one.numel() != 1:
+            one = one.double().mean()
+        alike.setdefault(one.dtype, []).append((name, one.reshape(())))
+    wide = [torch.stack([one for _, one in some]).double() for some in alike.values()]
+    return [name for some in alike.values() for name, _ in some], wide[0] if len(wide) == 1 else torch.cat(wide)
 
 
 class HostCopy:

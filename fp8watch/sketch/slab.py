@@ -11,11 +11,13 @@ capture `accumulate`. A row has the layout of `fp8watch_agent.record.ROW`, and m
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from fp8watch.kernels import triton
 from fp8watch.kernels.backend import Into
 from fp8watch.kernels.cpu import look_into
 from fp8watch.numerics.row_fold import RowViews, merge_sections, new_rows, row_span, row_views, sections
@@ -88,6 +90,19 @@ class Slab:
             views = self._views[row] = row_views(self.buffer[row])
         merge_sections(views, sections(stats), call_order)
 
+    def accumulate_both(self, rows: tuple[int, ...], stats: Sequence[TileStats], call_order: int) -> bool:
+        """`accumulate` of both directions of an operand in one launch, the second as the next call; False, and nothing done, where
+        that cannot be."""
+        if len(rows) != 2 or len(stats) != 2:
+            return False
+        first, second = stats[0].folded, stats[1].folded
+        if first is None or getattr(first, "second", None) is not second:
+            return False
+        for row in rows:
+            self._check_row(row)
+        first.merge_both_into(self.buffer, rows, call_order)  # type: ignore[attr-defined]  # of kernels.triton_fold alone
+        return True
+
     def take_off_zeros(self, row: int, num_elements: int | torch.Tensor, num_tiles: int | torch.Tensor) -> None:
         """Take padding off the counts of a row: zeros, and tiles of nothing else. 0-d integers on this device, or numbers."""
         self._check_row(row)
@@ -151,6 +166,17 @@ class Slab:
         if not 0 <= row < self.capacity:
             self._check_row(row)
         return look_into(y, self._at + row * ROW.itemsize, call_order, energy=energy)
+
+    def look_there(self, row: int, y_MN: torch.Tensor, call_order: int, *, energy: bool) -> bool:
+        """`accumulate_probe` of a look at an output in kernels of its device, where there are any; else nothing, and False."""
+        self._check_row(row)
+        return triton.look_into(y_MN, self.buffer, row, call_order, energy=energy)
+
+    def count_outputs_there(self, row: int, y: torch.Tensor, *, nan_only: bool) -> bool:
+        """`count_outputs` of all that is not finite in an output in kernels of its device, where there are any; else nothing,
+        and False."""
+        self._check_row(row)
+        return triton.count_into(y, self.buffer, row, nan_only=nan_only)
 
     def count_outputs(self, row: int, count: torch.Tensor) -> None:
         """Merge the number of non-finite elements in the output of the GEMM that reads this operand. 0-d int64."""

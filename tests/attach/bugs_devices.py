@@ -27,7 +27,8 @@ BUGS = [
     Bug("rows of the reference have a place of their own", "row_fold:_shared",
         'torch.arange(mt * kt, dtype=torch.int32, device="cpu")', "torch.arange(mt * kt, dtype=torch.int32)", f"{_PLACE}[reference-blockwise]"),
     Bug("numbers of an optimizer's steps have a place of their own", "update_turns:_times",
-        'torch.tensor(num, device="cpu")', "torch.tensor(num)", f"{_PLACE}[None-observe]"),
+        'torch.tensor(num, device="cpu")', "torch.tensor(num)",
+        f"{_T}test_a_default_device_changes_nothing_of_an_optimizer_that_counts_by_numbers"),
     Bug("ops on the host stay out of graphs", "host_op:host_op", "**_TAGS", "tags=()",
         f"{_T}test_an_op_that_works_on_the_host_stays_out_of_graphs_that_a_device_replays[observe]"),
 ]  # fmt: skip

@@ -153,6 +153,36 @@ def test_a_default_device_of_the_users_changes_nothing(attach, recipe, backend):
     assert summary["internal_errors"] == {}
 
 
+def by_numbers(optimizer, *_):
+    """Its steps are Python's numbers between two of them, as those of other people's optimizers are."""
+    for kept in optimizer.state.values():
+        kept["step"] = int(kept["step"])
+
+
+def by_tensors(optimizer, *_):
+    for kept in optimizer.state.values():
+        kept["step"] = torch.tensor(float(kept["step"]), device="cpu")
+
+
+def test_a_default_device_changes_nothing_of_an_optimizer_that_counts_by_numbers(attach):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 64))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+    optimizer.register_step_pre_hook(by_tensors)
+    optimizer.register_step_post_hook(by_numbers)
+    model(torch.randn(32, 64)).square().mean().backward()
+    optimizer.step()
+    xs = [torch.randn(32, 64) for _ in range(14)]
+    with torch.device("meta"):
+        watch = attach(model, recipe="observe", every=1)
+        for x in xs:
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert watch.summary()["num_steps"] == len(xs)
+    assert watch.summary()["internal_errors"] == {}
+
+
 @pytest.mark.parametrize("op", OPS)
 def test_an_op_that_works_on_the_host_stays_out_of_graphs_that_a_device_replays(op):
     """On an H200 the first step under `torch.compile(mode="reduce-overhead")` raised, where it was recorded."""

@@ -6,7 +6,7 @@ from support.planted import Bug
 
 _T = "tests/detect/test_no_replicas.py"
 _ONE = f"{_T}::test_ranks_that_get_no_gradients_of_each_other_are_one_information"
-_NO_MORE = f"{_T}::test_ranks_that_share_gradients_no_more_are_no_local_training"
+_AT_LAST = f"{_T}::test_ranks_that_share_gradients_at_last_must_agree_from_then_on"
 _WITHIN = f"{_T}::test_a_weight_that_differs_within_a_part_is_told_with_the_rank_and_the_steps"
 _EQUAL = f"{_T}::test_weights_that_something_else_keeps_equal_must_agree"
 _WHOSE = f"{_T}::test_who_got_whose_gradients"
@@ -68,7 +68,7 @@ OF_REPLICAS = [
         "gradient_sketches:GradientParts.observe",
         "if of in joined:",
         "if False:",
-        _NO_MORE,
+        _AT_LAST,
     ),
     Bug(
         "a part got the sum of its own gradients",

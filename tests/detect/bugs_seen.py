@@ -163,7 +163,7 @@ SEEN_TO_BE_WRONG = [
         "families.corruption:Corruption.observe",
         "        move[rested], apart = np.nan, min(MAX_APART, apart)\n",
         "        apart = min(MAX_APART, apart)\n",
-        f"{SEEN}::test_an_expert_that_rests_now_and_then_is_silent",
+        f"{SEEN}::test_an_expert_that_decays_while_it_rests_is_not_corrupted",
     ),
     Bug(
         "baselines continue over the sessions of a run",

@@ -21,12 +21,12 @@ AT, EVERY = 120, 10
 
 
 def trained(
-    parts: list[list[int]], *, alone_from: int = 0, averaged: int = EVERY, weights_from: int = 1, mesh: bool = True, looked: bool = True
+    parts: list[list[int]], *, alone_from: int = 0, alone_to: int = 10**6, averaged: int = EVERY, weights_from: int = 1, mesh: bool = True, looked: bool = True
 ) -> Case:  # fmt: skip
     """Ranks that hash each weight once in 32 steps, all in the first, and say sketches of a gradient in every fourth.
 
     Args:
-        parts: ranks whose gradients are added up, before `alone_from` those of all.
+        parts: ranks whose gradients are added up, before `alone_from` and from `alone_to` on those of all.
         averaged: steps between averages, behind which all weights are equal; 0: never.
         weights_from: step from which weights of parts differ.
         mesh: sessions say that all are data-parallel.
@@ -36,7 +36,7 @@ def trained(
     ranks, rng = _replicas(5, num), np.random.default_rng(3)
     steps = np.arange(ranks[0].num_steps)
     weights = np.flatnonzero(ranks[0].mask(operand="weight"))
-    apart = (steps >= weights_from) & ((steps % averaged != 0) if averaged else True)
+    apart = (steps >= weights_from) & (steps < alone_to) & ((steps % averaged != 0) if averaged else True)
     for t in ranks:
         mine = next(k for k, part in enumerate(parts) if t.rank in part)
         c = t.columns
@@ -49,7 +49,7 @@ def trained(
     for step in range(1, len(steps), 4) if looked else ():
         given = rng.normal(0, 1, (num, SKETCH_NUMBERS)) + rng.normal(0, 1, SKETCH_NUMBERS)
         for t in ranks:
-            mine = next(part for part in parts if t.rank in part) if step >= alone_from else list(range(num))
+            mine = next(part for part in parts if t.rank in part) if alone_from <= step < alone_to else list(range(num))
             told = {f"{GRADIENT_OF}a.{step % 3}": float(num)}
             told |= {f"{GRADIENT_GIVEN}{k}": given[t.rank, k] for k in range(SKETCH_NUMBERS)}
             told |= {f"{GRADIENT_GOT}{k}": given[mine, k].mean() for k in range(SKETCH_NUMBERS)}
@@ -108,6 +108,14 @@ def test_ranks_that_shared_gradients_must_agree(mesh, every) -> None:
 def test_ranks_that_share_gradients_no_more_are_no_local_training() -> None:
     found = told(trained(ALONE, alone_from=8, averaged=0, weights_from=8))
     assert "critical" in {i.severity for i in found if i.first.extra.get("by_hash")}
+
+
+def test_ranks_that_share_gradients_at_last_must_agree_from_then_on() -> None:
+    """As where local steps warm up a training of replicas."""
+    case = changed(trained(ALONE, alone_to=32, averaged=0), 1, every=True)
+    found = [f for f in play(case) if f.severity == "critical"]
+    assert found[0].extra["by_hash"]
+    assert found[0].step >= AT
 
 
 def test_weights_that_differ_where_no_gradient_was_looked_at_are_told_as_ever() -> None:

@@ -215,6 +215,16 @@ def test_an_expert_that_rests_now_and_then_is_silent() -> None:
     assert incidents(t) == []
 
 
+def test_an_expert_that_decays_while_it_rests_is_not_corrupted() -> None:
+    """By a twentieth of an octave in each step, as weight decay of many micro-steps does: when it is called again it has moved at once."""
+    t = healthy(3, 400)
+    at = np.arange(400)
+    rests = (at >= 100) & (at < 340)
+    t.grow(t.mask(GATE, "weight"), -0.05 * np.clip(at - 100, 0, 240))
+    t.columns["measured"][np.ix_(rests, t.mask(GATE))] = 0
+    assert [i for i in incidents(t) if i.mode == "silent-data-corruption"] == []
+
+
 # ---- a run that is resumed in a new process
 
 

@@ -21,7 +21,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 _OUTPUTS = {"out": "*u8", "scale_inv_out": "*fp32", "amax_out": "*fp32", "marks_out": "*u8", "workspace": "*i32"}
 _POINTERS = {"x": "*bf16", **{name + side: kind for name, kind in _OUTPUTS.items() for side in ("", "_c")}}
-_POINTERS |= {"lines": "*i32", "buffer": "*u8", "given": "*fp32", "given_c": "*fp32"}
+_POINTERS |= {"lines": "*i32", "buffer": "*u8", "given": "*fp32", "given_c": "*fp32", "y": "*bf16"}
 _ALIGNED = {"M", "K", "stride_m", "stride_om", "stride_ck", "Mt", "Kt"}
 _QUANTIZE = {
     "BM": 128, "BK": 128, "WHOLE": False, "E4M3": True, "LARGEST_INPUT": 3.4e38, "POWER_2": True,
@@ -32,9 +32,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "blocks": ("quantize_kernel", {**_QUANTIZE, "TM": 128, "TK": 128, "POWER_2": False}),
     "both": ("both_kernel", {**_QUANTIZE, "given_c": None, "stride_cm": 1}),
     "statistics alone": ("both_kernel", {**_QUANTIZE, "given_c": None, "stride_cm": 1, "OUTPUT": 2}),
-    "fold": ("fold_kernel", {"WHOLE": False, "HEAVY": True, "CHUNK": 256, "COLUMNS": 8}),
+    "look": ("look_kernel", {"BLOCK": 1024, "TIMES": 16, "DENSE": True, "ENERGY": False}),
+    "merge of a look": ("merge_kernel", {"CHUNK": 256, "ENERGY": True}),
+    "fold": ("fold_kernel", {"WHOLE": False, "HEAVY": True, "CHUNK": 256, "COLUMNS": 8, "BOTH": False}),
+    "fold of both directions": (
+        "fold_kernel",
+        {"WHOLE": False, "HEAVY": True, "CHUNK": 256, "COLUMNS": 8, "BOTH": True},
+    ),
 }
 LONG: dict[str, tuple[str, dict[str, Any]]] = {
+    "look by strides, with energy": ("look_kernel", {"BLOCK": 1024, "TIMES": 16, "DENSE": False, "ENERGY": True}),
+    "merge of a look at an output": ("merge_output_kernel", {"CHUNK": 256, "NAN_ONLY": False}),
     "rowwise": ("quantize_kernel", {**_QUANTIZE, "TM": 1, "TK": 128}),
     "columnwise": ("quantize_kernel", {**_QUANTIZE, "TM": 128, "TK": 1}),
     "no statistics": ("quantize_kernel", {**_QUANTIZE, "TM": 1, "TK": 128, "STATS": False}),
@@ -53,9 +61,11 @@ def compile_for(target: int, kernel: str, constants: dict[str, Any]) -> Any:
     import triton
     from triton.backends.compiler import GPUTarget
 
-    from fp8watch.kernels import triton_fold, triton_launch, triton_tiles
+    from fp8watch.kernels import triton_fold, triton_launch, triton_look, triton_tiles
 
-    function = getattr(triton_tiles, kernel, None) or getattr(triton_fold, kernel)
+    function = next(
+        found for m in (triton_tiles, triton_fold, triton_look) if (found := getattr(m, kernel, None)) is not None
+    )
     if "BM" in constants:
         constants = {**constants, "SUB": triton_launch.strip_of((constants["BM"], constants["BK"]), constants["HEAVY"])}
     constants = {name: value for name, value in constants.items() if name in function.arg_names}
@@ -69,7 +79,9 @@ def compile_for(target: int, kernel: str, constants: dict[str, Any]) -> Any:
             attributes[(index,)] = [["tt.divisibility", 16]]
     source = triton.compiler.ASTSource(fn=function, signature=signature, constexprs=constants, attrs=attributes)
     return triton.compile(
-        source, target=GPUTarget("cuda", target, 32), options={"num_warps": 4, "enable_fp_fusion": False}
+        source,
+        target=GPUTarget("cuda", target, 32),
+        options={"num_warps": 1 if "merge" in kernel else 4, "enable_fp_fusion": False},
     )
 
 
@@ -97,7 +109,7 @@ def check(name: str, target: int, tmp_path: Path) -> None:
     assert "rcp.approx" not in ptx
     assert not re.search(r"fma\.rn\.f32", ptx), "a product and a sum are rounded once"
     assert "atom.global" not in ptx, "the order of programs would show"
-    if "fold" not in name:
+    if "HARDWARE" in constants:
         assert "div.rn.f32" in ptx
         assert ("cvt.rn.satfinite.e4m3x2" in ptx) == constants["HARDWARE"]
     registers, stack = registers_and_stack(made.asm["cubin"], tmp_path)

@@ -8,7 +8,7 @@ import torch
 from quantize.operands import operand
 from quantize.slab_rows import assert_rows_equal
 
-from fp8watch.kernels import reference, triton
+from fp8watch.kernels import backend, reference, triton
 from fp8watch.numerics.formats import FORMATS
 from fp8watch.numerics.quantize_job import QuantizeJob
 from fp8watch.sketch.slab import Slab
@@ -61,3 +61,26 @@ def test_coordinates_are_those_of_the_first_of_equals() -> None:
     summary = triton.quantize(x, QuantizeJob((1, 128), FORMATS["E4M3"], True, 0.0))[2].summary()
     assert summary["worst_tile"].tolist() == [1, 1]
     assert np.array_equal(summary["first_nonfinite"], [-1, -1, -1])
+
+
+@pytest.mark.parametrize("heavy", [False, True])
+@pytest.mark.parametrize("kind", ["nan-and-inf", "wide"])
+def test_both_directions_at_once_are_one_after_the_other(kind: str, heavy: bool, small_geometry: None) -> None:
+    x, job = operand(kind, "float32", (300, 200), 5), QuantizeJob((1, 128), FORMATS["E4M3"], heavy=heavy)
+    together, apart = Slab(4), Slab(4)
+    for order in (3, 8):
+        measured = triton.measure_both(x, job)
+        assert together.accumulate_both((1, 3), measured, order)
+        for row, call, stats in zip((1, 3), (order, order + 1), measured, strict=True):
+            apart.accumulate(row, stats, call)
+    assert together.copy_rows().tobytes() == apart.copy_rows().tobytes()
+    assert np.count_nonzero(together.copy_rows()["num_calls"] == 2) == 2
+
+
+def test_what_was_not_read_together_is_merged_by_itself() -> None:
+    x, slab = operand("normal", "float32", (4, 200), 0), Slab(2)
+    job = QuantizeJob((1, 128), FORMATS["E4M3"])
+    assert not slab.accumulate_both((0, 1), (triton.measure(x, job), triton.measure(x, job.transposed())), 0)
+    assert not slab.accumulate_both((0,), (triton.measure(x, job),), 0)
+    assert not slab.accumulate_both((0, 1), backend.measure_both(reference, x, job), 0)
+    assert slab.copy_rows().tobytes() == empty_rows(2).tobytes()
