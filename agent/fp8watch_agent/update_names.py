@@ -78,6 +78,10 @@ GRADIENTS_NORMAL = f"{OPTIMIZER}gradients_normal"
 GRADIENTS_FEW = f"{OPTIMIZER}gradients_few"
 """How many of those that are named have too few elements to say so."""
 
+GRADIENT_CUT_OFF = f"{OPTIMIZER}gradient_cut_off/"
+"""Before the name of a parameter of whose gradient nothing small is left, where at an earlier look less than half of it was 0: which share
+of a sample is 0."""
+
 GRADIENT_OF = f"{OPTIMIZER}gradient_of/"
 """Before the name of a parameter whose gradient several processes share: how many. What follows is of a sample of it. Where these are
 not all processes of the run, `GROUP` and the first of them stand behind the name."""

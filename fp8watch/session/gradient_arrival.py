@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from fp8watch.session.by_optimizer import ByOptimizer
+from fp8watch.session.gradient_cut_off import GradientCutOff
 from fp8watch.session.gradient_sample import sample
 from fp8watch.session.gradient_shards import ShardLook, Shards, all_shards
 from fp8watch.session.gradient_sketch import STEPS_APART, compressed_by, only_finite, sketches
@@ -99,6 +100,7 @@ class GradientArrival:
         self._known = ByOptimizer[_Known](_forget)
         self._right: set[str] = set()  # that arrived as they were given, once
         self._other: set[str] = set()
+        self._cut_off = GradientCutOff()
         self._met = False  # a gradient was looked at
         self._says_sketches = False
 
@@ -182,6 +184,7 @@ class GradientArrival:
         where it is known to be none."""
         found: dict[str, Any] = {}
         pairs: list[Pair] = []
+        seen: list[tuple[str, Tensor]] = []
         known = self._known.get(id(optimizer))
         for look in () if known is None else known.turn:
             if isinstance(look, ShardLook):
@@ -201,6 +204,7 @@ class GradientArrival:
             if got is None or expected is None or got.device != expected.device or got.shape != expected.shape:
                 continue
             self._met = True
+            seen.append((look.name, got))
             if known is not None and known.shared_by:
                 self._says_sketches = True
                 found |= sketches(look.name, expected, got, known.shared_by)
@@ -226,7 +230,7 @@ class GradientArrival:
             found[GRADIENTS_FLUSHED] = torch.maximum(found.get(GRADIENTS_FLUSHED, flushed), flushed)
             found[GRADIENTS_NORMAL] = found.get(GRADIENTS_NORMAL, 0) + (0 if few else normal.sum())
             found[GRADIENTS_FEW] = found.get(GRADIENTS_FEW, 0) + few * len(group)
-        return found
+        return found | self._cut_off.look(seen)
 
     def named(self, numbers: dict[str, float]) -> None:
         """Numbers of a step that have arrived: what was right once and is wrong stays; of others only how many there are."""
@@ -246,6 +250,7 @@ class GradientArrival:
         for key in (GRADIENTS_FLUSHED, GRADIENTS_NORMAL, GRADIENTS_FEW):
             if not named or not numbers.get(key):
                 numbers.pop(key, None)
+        self._cut_off.named(numbers, GRADIENT_APART)
 
 
 def _scattered(parameters: list[tuple[str, Tensor | Shards]]) -> list[tuple[str, Tensor | Shards]]:

@@ -21,6 +21,7 @@ _STAY = "tests/attach/test_left_on_purpose.py::"
 _ASIDE = f"{_STAY}test_gradients_that_are_asked_for_before_others_are_cleared_leave_none"
 _NO_HOOK = f"{_STAY}test_no_hook_is_put_where_gradients_are_cleared_and_none_stays"
 _OUT = f"{_STAY}test_a_layer_that_was_taken_out_of_an_optimizer_keeps_its_gradient"
+_CUT = "tests/attach/test_gradient_cut_off.py::"
 _G = "tests/attach/test_gradient_arrival.py::"
 _S = "tests/attach/test_gradient_sums.py::"
 _C = "tests/attach/test_closures.py::"
@@ -48,6 +49,12 @@ UPDATE_BUGS = [
     Bug("a gradient times a number is the same", "gradients_apart:gradients_apart", "of_got - ((of_got * of_expected).sum(1).clamp_min(0.0) / energy)[:, None] * of_expected", "of_got - of_expected", _WAYS),
     Bug("two bytes round", "gradients_apart:gradients_apart", "max(LEAST_APART, ROUNDINGS * torch.finfo(dtype).eps)", "LEAST_APART",
         f"{_G}test_micro_batches_in_two_bytes_are_rounded"),
+    Bug("sparse because of its data", "gradient_cut_off:cut_off", "(least >= NEAR * middle)", "True", f"{_CUT}test_gradients_that_become_sparse_because_of_their_data_are_not_said"),
+    Bug("never whole, on a device", "gradient_cut_off:GradientCutOff.named", "or name not in self._whole", "", f"{_CUT}test_on_a_device_every_look_has_its_number_and_only_news_stays"),
+    Bug("cut off on its way", "gradient_cut_off:GradientCutOff.named", "or apart + name in numbers", "", f"{_CUT}test_on_a_device_every_look_has_its_number_and_only_news_stays"),
+    Bug("few elements tell nothing", "gradient_cut_off:cut_off", "ENOUGH - 0.5", "1", f"{_CUT}test_the_number_is_the_share_of_zeros_where_nothing_small_is_left"),
+    Bug("what backward flushes is said", "gradient_arrival:GradientArrival.before", "| self._cut_off.look(seen)", "",
+        f"{_CUT}test_small_elements_that_backward_flushes_are_said[0.6]"),
     Bug("a gradient that arrives otherwise", "gradient_arrival:GradientArrival.named", "if not apart > 0 or name not in self._right:", "if True:", _ANOTHER),
     Bug("only the smallest are flushed", "gradients_apart:gradients_apart", "* smallest", "", _ANOTHER),
     Bug("another one from the first look on", "gradient_arrival:GradientArrival.named", "if not apart > 0 or name not in self._right:", "if not apart > 0:",

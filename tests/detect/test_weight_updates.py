@@ -17,6 +17,7 @@ from fp8watch_agent.update_names import (
     COARSE_BITS,
     DECAY,
     GRADIENT_APART,
+    GRADIENT_CUT_OFF,
     GRADIENTS_FEW,
     GRADIENTS_FLUSHED,
     GRADIENTS_KEPT,
@@ -152,6 +153,40 @@ SILENT = {
     "coarse once": LOOKED | {COARSE: at(AT, value=5), COARSE_BITS: at(AT, value=8)},
     "a rate that doubles": {RATE_TIMES: at(AT, value=2.0), RATE_PARAMETERS: at(AT, value=3)},
 }
+
+
+CUT = f"{GRADIENT_CUT_OFF}{{}}.weight"
+
+
+@pytest.mark.parametrize(
+    ("steps", "severity"),
+    [((AT,), "info"), ((AT, AT + 30), "warning")],
+    ids=["once", "twice"],
+)
+def test_a_gradient_of_which_nothing_small_is_left_is_told_with_its_share(
+    steps: tuple[int, ...], severity: str
+) -> None:
+    t = made()
+    where = module(t)
+    found = incidents(t, {CUT.format(where): at(*steps, value=0.93)})
+    first = found[0]
+    assert (first.mode, first.severity, first.first.onset) == ("gradient-underflow", severity, steps[0])
+    assert t.facts[first.first.site].module == where
+    told = explain(first.named, t.facts)
+    assert (
+        told.title
+        == f"93 % of the gradient of {where}.weight is 0, and nothing small is left of it, since step {steps[0]}"
+    )
+    assert told.verdict == "unknown"
+    assert "loss scale" in told.fix[0]["text"]
+    assert told.alternatives
+
+
+def test_two_gradients_cut_off_in_one_step_are_a_warning() -> None:
+    t = made()
+    [incident] = incidents(t, {CUT.format(module(t)): at(AT, value=0.6), CUT.format("elsewhere"): at(AT, value=0.7)})
+    assert incident.severity == "warning"
+    assert "70 % of the gradient of elsewhere.weight" in explain(incident.named, t.facts).title
 
 
 @pytest.mark.parametrize("name", SILENT)

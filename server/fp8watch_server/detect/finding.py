@@ -44,6 +44,7 @@ _OF_KIND = {
     "gradient-apart": ON_THE_WAY,
     "gradient-sum": ON_THE_WAY,
     "gradients-flushed": ON_THE_WAY,
+    "gradients-cut-off": ON_THE_WAY,
     "weights-written": BLIND,
     "gradient-noise": BLIND,
     "gradients-other": BLIND,

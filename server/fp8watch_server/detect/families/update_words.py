@@ -57,6 +57,14 @@ def words(f: Finding) -> tuple[str, str]:
             "format of few exponents, and compression, do that to small ones; so does a mask. A few parameters are looked at in each step, one after the other: it may have begun earlier, "
             f"and concern more. {_INNOCENT}",
         )
+    if kind == "gradients-cut-off":
+        share = _percent(evidence(f, "gradient_cut_off"))
+        return (
+            f"{share} of the gradient of {first} is 0, and nothing small is left of it, since step {at}",
+            f"At step {f.step} {share} of a sample of it are 0, and none of the others is smaller than a quarter of their median; at an earlier look less than half was 0. A gradient "
+            "that is sparse because of its data holds small elements too: these were set to 0 before they came to .grad, in a product or a sum of few exponents, under a loss scale that is too "
+            "small for float16, or by a mask in backward. A few parameters are looked at in each step, one after the other: it may have begun earlier, and concern more.",
+        )
     if kind == "gradients-other":
         return (
             "Gradients are changed between backward and optimizer, from the first look on",
@@ -216,6 +224,11 @@ _FIXES: dict[str, tuple[str, ...]] = {
         "Sum gradients in float32 or bfloat16, and divide behind the sum (predivide_factor, gradient_as_bucket_view with a communication hook, grad_reduce_in_fp32).",
         "If they are compressed or masked on purpose from here on: silence this.",
     ),
+    "gradients-cut-off": (
+        "Raise the loss scale, or compute in bfloat16: float16 holds nothing below 6e-8. Look at what the scaler did at that step.",
+        "Let the GEMM of the weight's gradient put out float32 (main_grad, fuse_wgrad_accumulation in FP32), and look at the scales of its operands.",
+        "If gradients are made sparse on purpose from here on (the largest alone, masks): silence this.",
+    ),
     "gradients-other": (
         "If training changes gradients on purpose (noise, masks, projections): nothing, but this look is blind then.",
         "If not: compare .grad behind each micro-batch with the sum of the micro-batches' own gradients.",
@@ -270,6 +283,7 @@ _ALTERNATIVES: dict[str, tuple[tuple[str, str], ...]] = {
     "gradient-sum": (("cross-rank-disagreement", "gradients add up, and weights of replicas differ"),),
     "gradient-noise": (("silent-data-corruption", "nothing in training adds noise to gradients"),),
     "gradients-flushed": (("dead-layer", "backward gives zeros already"),),
+    "gradients-cut-off": (("dead-layer", "what is left of the gradient holds small elements too"),),
     "gradients-other": (("optimizer-divergence", "gradients arrive as they were given, and updates are too large"),),
     "gradients-left": (("bad-batch", "gradients were cleared, and one batch had larger ones"),),
     "stepped-again": (("scalar-shift", "the optimizer stepped once, and its learning rate was larger"),),

@@ -23,6 +23,7 @@ from fp8watch_agent.update_names import (
     COARSE_BITS,
     DECAY,
     GRADIENT_APART,
+    GRADIENT_CUT_OFF,
     GRADIENTS_FEW,
     GRADIENTS_FLUSHED,
     GRADIENTS_KEPT,
@@ -42,11 +43,17 @@ from fp8watch_agent.update_names import (
 )
 from fp8watch_server.detect.context import Context
 from fp8watch_server.detect.detector import Detector
-from fp8watch_server.detect.finding import Evidence, Finding, Severity
+from fp8watch_server.detect.finding import Evidence, Finding, Severity, Verdict
 
 REPEAT_STEPS = 5
 """Steps after which what goes on is told again, so that its incident stays open."""
-AGAIN = {"weights-rounded": (2, 24), "update-astray": (2, 96), "update-times": (2, 96), "gradients-other": (1, 96)}
+AGAIN = {
+    "weights-rounded": (2, 24),
+    "update-astray": (2, 96),
+    "update-times": (2, 96),
+    "gradients-other": (1, 96),
+    "gradients-cut-off": (2, 160),
+}
 """(times that it must be seen, each within so many steps of the one before)."""
 MAX_SEEN = 8
 FROM_THE_START, BY_HABIT = 24, 64
@@ -127,7 +134,7 @@ class WeightUpdates(Detector):
                     name in logs
                     for name in (GRADIENTS_LEFT, STEPPED_AGAIN, UPDATES_LOOKED, RATE_TIMES, GRADIENTS_OTHER)
                 )
-                and not any(name.startswith((RECOMPUTED, GRADIENT_APART)) for name in logs)
+                and not any(name.startswith((RECOMPUTED, GRADIENT_APART, GRADIENT_CUT_OFF)) for name in logs)
                 and not (view.scalar("lr") or 0.0) < 0
             ):
                 continue
@@ -153,7 +160,7 @@ class WeightUpdates(Detector):
         if lr is not None and lr < 0:
             below = [Evidence("lr", _short(lr), 0, "at least", step)]
             hits.append(_Hit("rate-below-zero", "optimizer-divergence", "warning", "", below))
-        hits += self._arrivals(logs, step)
+        hits += [*self._arrivals(logs, step), *self._cut_off(logs, step)]
         if logs.get(STEPPED_AGAIN, 0.0) > 0:
             twice = [Evidence("updates_of_one_gradient", 2, 1, "", max(0, step - 1))]
             hits.append(_Hit("stepped-again", "optimizer-divergence", "warning", "", twice))
@@ -235,6 +242,18 @@ class WeightUpdates(Detector):
             evidence.insert(0, lost)
         return [_Hit(known.kind, known.mode, far, known.about, evidence)]
 
+    def _cut_off(self, logs: Logs, step: int) -> list[_Hit]:
+        """Gradients of which nothing small is left: the one that lost most. One look alone is information."""
+        lost = {
+            n.removeprefix(GRADIENT_CUT_OFF): v for n, v in logs.items() if n.startswith(GRADIENT_CUT_OFF) and v > 0
+        }
+        if not lost:
+            return []
+        name = max(lost, key=lambda n: lost[n])
+        sure: Severity = "warning" if self._again("gradients-cut-off", "", step) or len(lost) > 1 else "info"
+        share = Evidence("gradient_cut_off", _short(lost[name]), 0, f"share of its elements, {name}", step)
+        return [_Hit("gradients-cut-off", "gradient-underflow", sure, name, [share])]
+
     def _again(self, kind: str, name: str, step: int) -> bool:
         """Whether it was seen often enough; the first of these steps is when it began."""
         times, within = AGAIN[kind]
@@ -274,7 +293,8 @@ class WeightUpdates(Detector):
         ranks, of_rank = ctx.now.ranks, Evidence("rank", rank, None, f"of {len(ctx.now.ranks)}", ctx.now.step)
         evidence = [*hit.evidence, of_rank] if len(ranks) > 1 else hit.evidence
         where = np.array(rows, dtype=np.int64)
-        return ctx.now.finding(hit.mode, hit.severity, where, evidence, "shared", **more)
+        verdict: Verdict = "unknown" if kind == "gradients-cut-off" else "shared"
+        return ctx.now.finding(hit.mode, hit.severity, where, evidence, verdict, **more)
 
 
 def _short(value: float) -> float:
