@@ -12,6 +12,7 @@ State of this file: equal to the reference bit by bit in the interpreter, and co
 from __future__ import annotations
 
 import os
+from functools import lru_cache
 from types import ModuleType
 from typing import Any
 
@@ -81,6 +82,19 @@ def probe(device: torch.device) -> str | None:
         return "no CUDA device"
     if torch.version.hip is not None:
         return "ROCm: the fnuz formats of AMD's processors are not supported"
+    return _trial(str(device))
+
+
+@lru_cache(maxsize=16)
+def _trial(device: str) -> str | None:
+    """Why a small kernel does not run there, or None: Triton needs a C compiler to launch any, which slim images lack, and a driver
+    that knows its code."""
+    try:
+        _launch().try_out(torch.device(device))
+    except Exception as error:  # noqa: BLE001 - whatever it is, it would come in the first forward
+        return (
+            f"a small kernel does not run there ({type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]})"
+        )
     return None
 
 

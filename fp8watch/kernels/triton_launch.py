@@ -84,6 +84,16 @@ def _nothing(device: torch.device) -> torch.Tensor:
     return torch.empty((0, 0), dtype=torch.uint8, device=device)
 
 
+def try_out(device: torch.device) -> None:
+    """Compile and launch a small kernel; whatever it raises is why none runs there. Nothing waits for it."""
+    x = torch.zeros((STRIP, STRIP), dtype=torch.bfloat16, device=device)
+    with triton_fold.on_device_of(x):
+        extremes = torch.empty((1, 2), dtype=torch.int32, device=device)
+        triton_strip.amax_kernel[(1,)](
+            x, extremes, STRIP, STRIP, STRIP, 1, 1, BM=STRIP, BK=STRIP, SUB=STRIP, num_warps=1
+        )
+
+
 def has_kernel(tile: tuple[int, int]) -> bool:
     """Whether operands are quantised in tiles of this shape here: powers of two that a region holds."""
     return all(n <= REGION and n & (n - 1) == 0 for n in tile) and tile[0] * tile[1] >= _SMALLEST_TILE

@@ -64,3 +64,19 @@ def test_without_a_gpu_there_is_a_reason() -> None:
         pytest.skip("there is a CUDA device here")
     _, cuda, _ = probe("").splitlines()
     assert cuda == "no CUDA device" or "triton cannot be imported" in cuda
+
+
+def test_a_device_on_which_no_kernel_runs_is_passed_over_with_the_reason() -> None:
+    """As in an image without a C compiler, which Triton needs to launch a kernel: nothing of that comes in a training's first forward."""
+    import torch
+
+    pytest.importorskip("triton.language", reason="needs triton: pip install triton")
+    if torch.cuda.is_available():
+        pytest.skip("there is a CUDA device here, on which kernels run")
+    code = "torch.cuda.is_available = lambda: True\nimport logging; logging.basicConfig(stream=sys.stdout)"
+    code += "\nfrom fp8watch.kernels import resolve; print(resolve(None, 'cuda').NAME)"
+    warned, auto, _, cuda, _ = probe(code).splitlines()
+    assert "backend 'triton' passed over for cuda tensors: a small kernel does not run there (" in warned
+    assert auto == "reference"
+    assert cuda.startswith("a small kernel does not run there (")
+    assert "CUDA" in cuda

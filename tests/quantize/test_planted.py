@@ -13,6 +13,10 @@ INTO = "tests/quantize/test_into_slab.py"
 P = "tests/quantize/test_cpu_paths.py"
 C = "fp8watch/kernels/cpu_source"
 BUGS = [
+    Bug("a device on which no kernel runs is passed over", "triton:probe", "return _trial(str(device))", "return None",
+        "tests/interpreter/test_probe.py::test_a_device_on_which_no_kernel_runs_is_passed_over_with_the_reason"),
+    Bug("numbers of one dtype are put together", "host_copy:side_by_side", "alike.setdefault(one.dtype, [])", "alike.setdefault(name, [])",
+        "tests/quantize/test_slab_copy.py::test_numbers_of_one_dtype_are_put_together_before_they_are_converted"),
     Bug("the fastest width of vectors is compiled", "cpu_width:fastest_width",
         "width = min(times,", "width = max(times,",
         f"{W}::test_the_fastest_width_is_compiled_and_the_measurement_is_kept"),

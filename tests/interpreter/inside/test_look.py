@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from fp8watch.kernels import triton_look
+from fp8watch.kernels import triton_launch, triton_look
 from fp8watch.observer.probes import probe_numbers
 from fp8watch.sketch.slab import Slab
 from fp8watch_agent.record import FIELDS, Measured, empty_rows
@@ -111,3 +111,7 @@ def test_an_expanded_output_is_read_by_its_strides() -> None:
     assert slab.look_there(0, torch.arange(5.0).view(1, 5).expand(100, 5), 0, energy=True)
     row = slab.copy_rows()[0]
     assert (int(row["num_elements"]), float(row["amax_max"]), float(row["signal_energy"])) == (500, 4.0, 3000.0)
+
+
+def test_a_kernel_is_tried_before_a_device_is_taken() -> None:
+    triton_launch.try_out(torch.device("cpu"))
