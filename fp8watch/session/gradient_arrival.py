@@ -38,6 +38,7 @@ from fp8watch.session.tensor_places import parameter_names
 from fp8watch_agent.guard import Guard
 from fp8watch_agent.update_names import (
     GRADIENT_APART,
+    GRADIENT_CUT_OFF,
     GRADIENTS_FEW,
     GRADIENTS_FLUSHED,
     GRADIENTS_NORMAL,
@@ -204,7 +205,10 @@ class GradientArrival:
             if got is None or expected is None or got.device != expected.device or got.shape != expected.shape:
                 continue
             self._met = True
-            seen.append((look.name, got))
+            if got.is_cpu and 2 * int(torch.count_nonzero(got)) > got.numel():
+                self._cut_off.whole.add(look.name)
+            else:
+                seen.append((look.name, got))
             if known is not None and known.shared_by:
                 self._says_sketches = True
                 found |= sketches(look.name, expected, got, known.shared_by)
@@ -230,7 +234,7 @@ class GradientArrival:
             found[GRADIENTS_FLUSHED] = torch.maximum(found.get(GRADIENTS_FLUSHED, flushed), flushed)
             found[GRADIENTS_NORMAL] = found.get(GRADIENTS_NORMAL, 0) + (0 if few else normal.sum())
             found[GRADIENTS_FEW] = found.get(GRADIENTS_FEW, 0) + few * len(group)
-        return found | self._cut_off.look(seen)
+        return found | self._cut_off.look(seen) if seen else found
 
     def named(self, numbers: dict[str, float]) -> None:
         """Numbers of a step that have arrived: what was right once and is wrong stays; of others only how many there are."""
@@ -250,7 +254,8 @@ class GradientArrival:
         for key in (GRADIENTS_FLUSHED, GRADIENTS_NORMAL, GRADIENTS_FEW):
             if not named or not numbers.get(key):
                 numbers.pop(key, None)
-        self._cut_off.named(numbers, GRADIENT_APART)
+        if any(n.startswith(GRADIENT_CUT_OFF) for n in numbers):
+            self._cut_off.named(numbers, GRADIENT_APART)
 
 
 def _scattered(parameters: list[tuple[str, Tensor | Shards]]) -> list[tuple[str, Tensor | Shards]]:

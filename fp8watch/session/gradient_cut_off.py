@@ -33,22 +33,21 @@ class GradientCutOff:
     """Of the parameters of one watch."""
 
     def __init__(self) -> None:
-        self._whole: set[str] = set()  # of which less than half was 0, once
+        self.whole: set[str] = set()
+        """Of which less than half was 0, once."""
 
     def look(self, seen: Sequence[tuple[str, Tensor]]) -> dict[str, Any]:
         """Numbers of a step, by name; on a CPU only where there may be news.
 
         Args:
-            seen: names and samples.
+            seen: names and samples; on a CPU of those alone that are half zeros.
         """
         found: dict[str, Any] = {}
         there: dict[object, list[tuple[str, Tensor]]] = {}
         for name, sample in seen:
             if not sample.is_cpu:
                 there.setdefault((sample.numel(), sample.device), []).append((name, sample))
-            elif 2 * int(torch.count_nonzero(sample)) > sample.numel():
-                self._whole.add(name)
-            elif name in self._whole:
+            elif name in self.whole:
                 found[GRADIENT_CUT_OFF + name] = float(cut_off(sample.reshape(1, -1)))
         for some in there.values():
             shares = cut_off(torch.stack([sample.reshape(-1) for _, sample in some]))
@@ -65,8 +64,8 @@ class GradientCutOff:
         for key in [n for n in numbers if n.startswith(GRADIENT_CUT_OFF)]:
             name = key.removeprefix(GRADIENT_CUT_OFF)
             if numbers[key] == 0:
-                self._whole.add(name)
-            if not numbers[key] > 0 or name not in self._whole or apart + name in numbers:
+                self.whole.add(name)
+            if not numbers[key] > 0 or name not in self.whole or apart + name in numbers:
                 del numbers[key]
 
 
