@@ -41,6 +41,7 @@ from fp8watch.session.attachment import Attachment, Cadence, Removable, Session
 from fp8watch.session.computed_products import ComputedProducts
 from fp8watch.session.gemm_choice import choose_gemm, experts_refused, scaled_formats
 from fp8watch.session.identity import Identity, identify
+from fp8watch.session.module_settings import setting_facts
 from fp8watch.session.plan_rows import Watched, look_at_own, make_plan, place_probes
 from fp8watch.session.sampling_schedule import HASH_EVERY_STEPS, Schedule, Window
 from fp8watch.session.site_placement import observe_te, put_on_sites, told_of, turns_of, with_declared
@@ -193,7 +194,8 @@ def attach(
     covered = guard.call("coverage", lambda: coverage(named, seen, watched.own, heads), Coverage())
     told: dict[str, str] = guard.call("roles", lambda: role_facts(named, linears), {})
     of_gemms: dict[str, str] = guard.call("device", lambda: by.facts(device), {})
-    told |= watched.expert_facts() | of_gemms
+    settings_there: dict[str, str] = guard.call("settings", lambda: setting_facts(named), {})
+    told |= watched.expert_facts() | of_gemms | settings_there
     recorder = None
     if plan.slab is not None:
         recorder = guard.run(

@@ -13,6 +13,7 @@ import numpy as np
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
+from fp8watch_agent.module_settings import SETTINGS_FACT, decode_settings
 from fp8watch_server.compare.fact_kinds import is_consequence
 from fp8watch_server.compare.sides import Scalar, Side
 from fp8watch_server.db import schema as t
@@ -37,7 +38,9 @@ def session_facts(conn: Connection, side: Side) -> dict[str, Any]:
     said = ", ".join(names[:MAX_HOSTS]) + (f" and {len(names) - MAX_HOSTS} more" if len(names) > MAX_HOSTS else "")
     versions = {f"{name} version": value for name, value in (row.versions or {}).items()}
     known = {name: row._mapping[name] for name in OF_SESSION}
-    return {**(row.facts or {}), **versions, **known, **({"hosts": said} if names else {})}
+    facts = dict(row.facts or {})
+    settings = decode_settings(facts.pop(SETTINGS_FACT, None))  # each by its own name
+    return {**facts, **settings, **versions, **known, **({"hosts": said} if names else {})}
 
 
 def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[dict[str, str | None]]:

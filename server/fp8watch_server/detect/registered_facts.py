@@ -81,6 +81,7 @@ class Registry:
         changes += s.own_contradictions(facts)
         if before is not None:
             changes += s.differences(facts, before, "the session before")
+            changes += s.settings_changed(facts, before)
         for other in self._newest.values():
             if other.rank != facts.rank and other.attempt == facts.attempt:
                 changes += s.differences(facts, other, f"rank {other.rank}")

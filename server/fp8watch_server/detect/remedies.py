@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from fp8watch_agent.module_settings import SETTING
 from fp8watch_server.detect.sessions import FLAG
 
 FixKind = Literal["env", "flag", "code", "data", "hardware"]
@@ -124,6 +125,8 @@ def switch_of(fact: str, backend: str, by_flags: bool) -> str:
     """
     if fact.startswith(FLAG):
         return "--" + fact[len(FLAG) :].replace("_", "-")
+    if fact.startswith(SETTING):
+        return fact[len(SETTING) :]
     operand, _, name = fact.partition(".")
     if operand in OPERANDS and backend == TORCHAO and name in _TORCHAO:
         return _TORCHAO[name].format(operand)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from fp8watch_agent.experts import EXPERTS_FACT
+from fp8watch_agent.module_settings import SETTING, SETTINGS_FACT, decode_settings
 from fp8watch_agent.roles import (
     EMBEDDING,
     NORM,
@@ -58,6 +59,7 @@ _IGNORED = frozenset(
             ROLES_FACT,
         ),
         EXPERTS_FACT,
+        SETTINGS_FACT,  # told as what changed in it
         # of one load, and of what was written
         *("checkpoints", "loaded_weights", "loaded_codes", "loaded_scales", "loaded_delayed", "loaded_moments"),
     }
@@ -156,6 +158,16 @@ def differences(new: SessionFacts, old: SessionFacts, against: str) -> list[Chan
         if a and b and a != b and name not in new.facts:
             out.append(Change(name, a, b, against))
     return out
+
+
+def settings_changed(new: SessionFacts, old: SessionFacts) -> list[Change]:
+    """Numbers that modules of both sessions hold, and that are others now."""
+    now, before = (decode_settings(session.facts.get(SETTINGS_FACT)) for session in (new, old))
+    return [
+        Change(SETTING + name, now[name], before[name], "the session before")
+        for name in sorted(now)
+        if name in before and now[name] != before[name]
+    ]
 
 
 def own_contradictions(session: SessionFacts) -> list[Change]:

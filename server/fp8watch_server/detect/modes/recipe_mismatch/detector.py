@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from fp8watch_agent.module_settings import SETTING
 from fp8watch_server.detect.finding import Evidence, Finding, SiteFacts
 from fp8watch_server.detect.remedies import switch_of
 from fp8watch_server.detect.sessions import BLIND_FACT, FLAG, Change
@@ -59,17 +60,18 @@ def mismatch(
     # A fingerprint says that something changed, the facts say what.
     changes = sorted(changes, key=lambda c: c.fact == "fingerprint")[:MAX_CHANGES]
     blind = {c.fact for c in changes} == {BLIND_FACT}
+    settings = all(c.fact.startswith(SETTING) for c in changes)
     told = [(switch_of(c.fact, backend, by_flags), _text(c.value), _text(c.baseline), c.against) for c in changes]
     return Finding(
         mode="recipe-mismatch",
-        severity="warning",
+        severity="info" if settings else "warning",
         step=step,
         rank=rank,
         site=None if first is None else first.id,
         tile=None,
         element=None,
         evidence=tuple(Evidence(name, value, old, "", step) for name, value, old, _ in told),
-        verdict="unknown" if blind else "shared" if OF_TRAINING & {c.fact for c in changes} else "fp8",
+        verdict="unknown" if blind else "shared" if settings or OF_TRAINING & {c.fact for c in changes} else "fp8",
         rank_in_flow=0,
         extra={
             "sites": [f.id for f in sites[:256]],
@@ -78,6 +80,7 @@ def mismatch(
             "changes": told,
             "resumed": resumed,
             "blind": blind,
+            "settings": settings,
             "loaded": any(c.fact.startswith(LOADED) for c in changes),
         },
     )

@@ -67,6 +67,15 @@ def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
             "backward pass multiplies operands that the forward never saw.",
         )
     named = [c for c in changes if c[0] != "fingerprint"] or changes or [(fact, value, old, against)]
+    if f.extra.get("settings"):
+        first = "; ".join(f"{c[0]} {c[2]} → {c[1]}" for c in changes[:IN_TITLE])
+        rest = f" and {len(changes) - IN_TITLE} more" if len(changes) > IN_TITLE else ""
+        return (
+            f"The model's settings are not those of the session before: {first}{rest}",
+            "Modules hold other numbers since the restart, which no checkpoint brings back: "
+            + "; ".join(f"{c[0]} was {c[2]} and is {c[1]}" for c in changes)
+            + ". The model computes otherwise, in FP8 and without it. FP8 is not the cause.",
+        )
     title = ", ".join(f"{c[0]} {number(c[2])} → {number(c[1])}" for c in named[:IN_TITLE])
     more = f" and {len(named) - IN_TITLE} more" if len(named) > IN_TITLE else ""
     return (
@@ -136,6 +145,15 @@ def fixes(p: Place) -> list[Fix]:
             Fix(
                 "code",
                 "Print the coverage at start: watch.summary() and the line that attach prints name what is left out.",
+            ),
+        ]
+    if p.extra.get("settings"):
+        back = [Fix("code", f"Give {name} what it had: {old}.") for name, _, old, _ in changes[:IN_TITLE]]
+        return [
+            *back,
+            Fix(
+                "code",
+                "If it is meant: nothing. If not: look at what the model is built from, and at the versions of its libraries.",
             ),
         ]
     if p.extra.get("resumed") and "scale" in names:
