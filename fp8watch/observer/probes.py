@@ -5,8 +5,9 @@ Shapes:     output [..., N] -> one slab row     Thread: training
 
 A value that breaks outside of a GEMM shows first in what a module returns. A probe reads it once: largest magnitude,
 NaN, Inf and where the first of them is; in sampled steps its energy (RMS² = signal_energy / num_elements) as well. On a
-GPU it looks as often as at the outputs of GEMMs, and counts in some rows only where an output is large, as a head's is:
-the memory that counting takes belongs to training. Logits of attention: see attention_logits.
+GPU it looks as often as at the outputs of GEMMs, by kernels of its own (`fp8watch.kernels.triton_look`). On devices that have none it
+counts in some rows only where an output is large, as a head's is: the memory that counting takes belongs to training. Logits
+of attention: see attention_logits.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ DEFAULT = (NORMS, ATTENTION, HIGH_PRECISION, ATTENTION_LOGITS)
 _NORM = re.compile(r"norm(?:\dd)?$")
 _WEIGHTED = (nn.Linear, nn.Embedding)
 MAX_COUNTED = 1 << 23
-"""Elements of an output that are counted on a GPU: for a moment that takes about 25 bytes each."""
+"""Elements of an output that are counted by operators of torch: for a moment that takes about 25 bytes each."""
 
 
 @dataclass(frozen=True)

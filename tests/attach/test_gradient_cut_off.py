@@ -8,6 +8,7 @@ import pytest
 import torch
 from attach.stepped import Deep, adam, steps
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8watch.session import gradient_arrival
 from fp8watch.session.gradient_cut_off import UNKNOWN, GradientCutOff, cut_off
@@ -134,3 +135,25 @@ def test_on_a_device_every_look_has_its_number_and_only_news_stays(monkeypatch):
         look.named(numbers, GRADIENT_APART)
         kept.append({name: round(value, 2) for name, value in numbers.items() if name.startswith(GRADIENT_CUT_OFF)})
     assert kept == [{}, {GRADIENT_CUT_OFF + "a": 0.8}]
+
+
+def test_it_asks_for_nothing_that_a_gpu_refuses_where_algorithms_must_be_deterministic():
+    """As a median with its place, and sums over places that come several times."""
+
+    class Names(TorchDispatchMode):
+        def __init__(self):
+            super().__init__()
+            self.seen = set()
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.seen.add(func._schema.name)
+            return func(*args, **(kwargs or {}))
+
+    with Names() as names:
+        cut_off(torch.randn(3, 2048))
+    assert names.seen
+    assert not {
+        name
+        for name in names.seen
+        if any(word in name for word in ("median", "scatter", "cumsum", "histc", "bincount"))
+    }
