@@ -60,7 +60,7 @@ def mismatch(
     # A fingerprint says that something changed, the facts say what.
     changes = sorted(changes, key=lambda c: c.fact == "fingerprint")[:MAX_CHANGES]
     blind = {c.fact for c in changes} == {BLIND_FACT}
-    settings = all(c.fact.startswith(SETTING) for c in changes)
+    settings = bool(changes) and all(c.fact.startswith(SETTING) for c in changes)
     told = [(switch_of(c.fact, backend, by_flags), _text(c.value), _text(c.baseline), c.against) for c in changes]
     return Finding(
         mode="recipe-mismatch",

@@ -74,7 +74,7 @@ def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
             f"The model's settings are not those of the session before: {first}{rest}",
             "Modules hold other numbers since the restart, which no checkpoint brings back: "
             + "; ".join(f"{c[0]} was {c[2]} and is {c[1]}" for c in changes)
-            + ". The model computes otherwise, in FP8 and without it. FP8 is not the cause.",
+            + ". They are of the model, whatever format it computes in. FP8 is not the cause.",
         )
     title = ", ".join(f"{c[0]} {number(c[2])} → {number(c[1])}" for c in named[:IN_TITLE])
     more = f" and {len(named) - IN_TITLE} more" if len(named) > IN_TITLE else ""
