@@ -62,7 +62,7 @@ def words(f: Finding) -> tuple[str, str]:
         return (
             f"{share} of the gradient of {first} is 0, and nothing small is left of it, since step {at}",
             f"At step {f.step} {share} of a sample of it are 0, and none of the others is smaller than a quarter of their median; at an earlier look less than half was 0. A gradient "
-            "that is sparse because of its data holds small elements too: what was small was set to 0 before the optimizer: in a product or a sum of few exponents, under a loss scale that is too "
+            "that is sparse because of its data holds small elements too; what was small was set to 0 before the optimizer: in a product or a sum of few exponents, under a loss scale that is too "
             "small for float16, where processes add gradients up, or by a mask. A few parameters are looked at in each step, one after the other: it may have begun earlier, and concern more.",
         )
     if kind == "gradients-other":
