@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.planted import Bug, seen_to_fail, still_fits
+from support.planted import Bug, _run, seen_to_fail, still_fits
 from support.planted_fork import warmed
 from support.planted_selection import NUM_LATEST, SHARE, changed, select
 
@@ -93,6 +93,34 @@ def test_a_test_that_is_only_slow_has_seen_nothing(small: Path) -> None:
     (small / "pytest.ini").write_text("[pytest]\ntime_budget_s = 0.01\n")
     message = unseen(small, bug("2 * x", "2 * max(x for _ in range(10**6))"))
     assert "test_product.py::test_double does not see it (pytest exits 0)" in message
+
+
+ONE_LONG = """
+import pytest
+from product import double
+
+@pytest.mark.heavy(60, "product.py")
+def test_double_for_long():
+    assert double(2) == 4
+
+def test_double():
+    assert double(2) == 4
+"""
+
+
+def test_the_tests_that_take_longest_run_last(small: Path) -> None:
+    register = (
+        "from support import heavy_tests\n\ndef pytest_configure(config): config.pluginmanager.register(heavy_tests)\n"
+    )
+    (small / "conftest.py").write_text(
+        f"import sys\nsys.path.insert(0, {str(Path(__file__).parents[1])!r})\n{register}"
+    )
+    (small / "pytest.ini").write_text("[pytest]\nmarkers =\n    heavy: x\n    long: x\n")
+    (small / "test_product.py").write_text(ONE_LONG)
+    (small / "product.py").write_text("def double(x):\n    return 3 * x\n")
+    done = _run(small, bug("", "", "test_product.py"), 60.0)
+    assert done.status == 1
+    assert "test_double_for_long" not in done.text
 
 
 CHILD = "__import__('subprocess').Popen(['sleep', '600'])"

@@ -12,6 +12,7 @@ Heavy tests run before the other long ones: a worker that begins one when all ot
 from __future__ import annotations
 
 import hashlib
+import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from typing import Any
 
 import pytest
 from support import counts
+from support.planted import HEAVY_LAST
 from support.planted_selection import Changed, changed
 
 MARK = "heavy"
@@ -111,9 +113,13 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what is not chosen, and begin with the files whose tests take longest."""
+    """Leave out what is not chosen, and begin with the files whose tests take longest; where the first failure is waited for
+    (planted.py), with the tests that take shortest."""
     found = {item: heavy for item in items if (heavy := _heavy(item))}
     if not found:
+        return
+    if os.environ.get(HEAVY_LAST):
+        items.sort(key=lambda item: found[item].seconds if item in found else 0)
         return
     if counts.one_in() > 1:
         choice = choose(list(found.values()), changed(config.rootpath))

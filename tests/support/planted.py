@@ -27,6 +27,7 @@ TESTS_FAILED = 1
 PASSED_ON = ("FP8WATCH_TEST_DATABASE_URL", "FP8WATCH_CHROMIUM")
 NOT_PASSED_ON = ("PYTHONDONTWRITEBYTECODE", "CI", "BUILD_NUMBER")
 """Under CI pytest explains a failed `==` line by line: minutes for long lists, and here a failure is what is wanted."""
+HEAVY_LAST = "FP8WATCH_HEAVY_LAST"
 _ticks = itertools.count(1)
 
 
@@ -111,6 +112,7 @@ def _run(tree: Path, bug: Bug, timeout_s: float) -> Ended:
     env = {k: v for k, v in os.environ.items() if not k.startswith("FP8WATCH_") and k not in NOT_PASSED_ON}
     env |= {k: v for k, v in os.environ.items() if k in PASSED_ON}
     env["FP8WATCH_TEST_DATABASE_URL"] = database.postgresql_server()  # one for all bugs: a start takes seconds
+    env[HEAVY_LAST] = "yes"  # a bug that is seen early is seen in time
     env["PYTHONPATH"] = os.pathsep.join(str(tree / name) for name in ("tests", "server", "agent", "."))
     env["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # half of the time goes into plugins that no test here needs
     options = ["-q", "-x", "-p", "no:cacheprovider", "-p", "pytest_timeout", "-o", "timeout=120", "-m", ""]
