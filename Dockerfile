@@ -1,4 +1,5 @@
-# The collector. Nothing is written inside the image: the database is elsewhere, or on a volume at /data.
+# The collector. Nothing is written inside the image: the database is elsewhere (FP8WATCH_DATABASE_URL or _FILE), or on a
+# volume at /data, as fp8watch/fp8watch.db.
 #   docker build -t fp8watch .
 #   docker run -p 8420:8420 --read-only --tmpfs /tmp -v fp8watch:/data -e FP8WATCH_TOKEN_FILE=/run/secrets/token ... fp8watch
 FROM python:3.12-slim AS build
@@ -20,7 +21,7 @@ ENV PATH=/opt/fp8watch/bin:$PATH \
     PYTHONUNBUFFERED=1 \
     FP8WATCH_HOST=0.0.0.0 \
     FP8WATCH_LOG_FORMAT=json \
-    FP8WATCH_DATABASE_URL=sqlite:////data/fp8watch.db
+    XDG_DATA_HOME=/data
 USER 10001
 VOLUME /data
 EXPOSE 8420

@@ -15,7 +15,7 @@ from fp8watch_agent.wire import MAX_WIRE_BYTES
 from fp8watch_server.auth.tokens import LOOPBACK_NAMES, RELOAD_AFTER_S, SCOPES
 from fp8watch_server.cli import DRAIN_S
 from fp8watch_server.ingest.routes import MAX_INFLIGHT_BYTES
-from fp8watch_server.settings import SETTINGS, Setting
+from fp8watch_server.settings import SETTINGS, Setting, Settings
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "operations.md").read_text()
@@ -145,6 +145,57 @@ def test_the_image_runs_as_a_user_and_is_checked() -> None:
     assert all((ROOT / name).exists() for name in copied)
     ignored = (ROOT / ".dockerignore").read_text().splitlines()
     assert {f"!{name.removeprefix('./')}" for name in copied} <= set(ignored)
+
+
+def _of_the_image() -> dict[str, str]:
+    """What every container of the image finds in its environment."""
+    text = (ROOT / "Dockerfile").read_text().replace("\\\n", " ")
+    lines = re.findall(r"^ENV (.*)$", text[text.rindex("\nFROM ") :], re.M)
+    return dict(pair.split("=", 1) for line in lines for pair in line.split())
+
+
+def _containers(compose: dict[str, Any]) -> dict[str, dict[str, str]]:
+    """The environment that compose and Kubernetes give to each container that reads the collector's settings."""
+    found = {
+        f"compose {name}": {k: re.sub(r"\$\{\w+:-(.*)\}", r"\1", str(v)) for k, v in service["environment"].items()}
+        for name, service in compose["services"].items()
+        if service.get("image") == "fp8watch" and service.get("command", ["serve"])[0] in ("serve", "worker")
+    }
+    for name in ("collector", "worker"):
+        (pod,) = (
+            d["spec"]["template"]["spec"]
+            for d in yaml.safe_load_all((ROOT / "deploy" / "kubernetes" / f"{name}.yaml").read_text())
+            if d and "template" in d.get("spec", {})
+        )
+        (container,) = pod["containers"]
+        found[f"kubernetes {name}"] = {
+            v["name"]: v.get("value", "a-secret").replace("$(QUEUE_PASSWORD)", "nfeedbeef") for v in container["env"]
+        }
+    return found
+
+
+def test_the_settings_of_every_container_are_taken_in_the_image(compose: dict[str, Any], tmp_path: Path) -> None:
+    """A variable that the image sets and a file that a container is given must not be two of one setting."""
+    secrets = {"database_url": "postgresql+psycopg://u:p@h/d", "token": "fp8w_" + "a" * 40}
+    for name, value in secrets.items():
+        (tmp_path / name).write_text(value)
+    containers = _containers(compose)
+    assert {"compose collector", "compose worker", "kubernetes collector", "kubernetes worker"} <= set(containers)
+    for name, given in containers.items():
+        env = _of_the_image() | given
+        files = {k: str(tmp_path / Path(v).name) for k, v in env.items() if k.endswith("_FILE")}
+        assert "FP8WATCH_DATABASE_URL_FILE" in files, name
+        settings = Settings.from_environ(env | files)
+        assert settings.database_url == secrets["database_url"], name
+        assert settings.log_format == "json", name
+    alone = Settings.from_environ(_of_the_image())
+    assert alone.database_url == "sqlite:////data/fp8watch/fp8watch.db"  # on the volume
+
+
+def test_collectors_and_workers_of_compose_are_given_the_same_databases(compose: dict[str, Any]) -> None:
+    given = _containers(compose)
+    shared = ["FP8WATCH_DATABASE_URL_FILE", "FP8WATCH_SHARDS", "FP8WATCH_QUEUE_REPLICAS"]
+    assert [given["compose collector"][k] for k in shared] == [given["compose worker"][k] for k in shared]
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import sqlalchemy as sa
+from sqlalchemy.exc import IntegrityError
 
 from fp8watch_server.db import schema
 from fp8watch_server.incidents.inhibit import inhibitor
@@ -37,7 +38,8 @@ def waits_for_all(conn: sa.Connection) -> bool:
 
 
 def fan_out(conn: sa.Connection, route: Route, now: float) -> None:
-    """A row for everybody becomes one row per channel, so that each is retried alone."""
+    """A row for everybody becomes one row per channel, so that each is retried alone. One that cannot is dead, and no other waits
+    for it."""
     t = schema.outbox
     rows = conn.execute(
         sa.select(t)
@@ -50,15 +52,29 @@ def fan_out(conn: sa.Connection, route: Route, now: float) -> None:
         if now - row["created_at"] > MAX_AGE_S:
             conn.execute(sa.update(t).where(*key).values(state="dead", last_error="older than a day"))
             continue
+        if row["kind"] != "firing" and _is_fanned_out_elsewhere(conn, row):
+            continue
         channels = route(row["payload"]) if row["kind"] == "firing" else _told(conn, row)
         if not channels:
             state = "unrouted" if row["kind"] == "firing" else "untold"
             conn.execute(sa.update(t).where(*key).values(state=state))
             continue
-        first, *others = channels
-        conn.execute(sa.update(t).where(*key).values(channel=first))
-        for other in others:
-            conn.execute(sa.insert(t).values(**{**row, "id": uuid.uuid4().hex, "channel": other}))
+        try:
+            with conn.begin_nested():
+                conn.execute(sa.update(t).where(*key).values(channel=channels[0]))
+                for other in channels[1:]:
+                    conn.execute(sa.insert(t).values(**{**row, "id": uuid.uuid4().hex, "channel": other}))
+        except IntegrityError:
+            conn.execute(sa.update(t).where(*key).values(state="dead", last_error="a channel has this notice already"))
+
+
+def _is_fanned_out_elsewhere(conn: sa.Connection, row: sa.RowMapping) -> bool:
+    """Whether the firing of a resolve is still for everybody, though firings come first: somebody else has it in a transaction of
+    their own, and where it goes is known behind that."""
+    t = schema.outbox.c
+    waits = (t.incident_id == row["incident_id"], t.kind == "firing", t.channel == "", t.state == "pending")
+    of_run = (t.run_id == row["run_id"], t.tenant == row["tenant"])
+    return conn.execute(sa.select(t.id).where(*of_run, *waits).limit(1)).first() is not None
 
 
 def _told(conn: sa.Connection, row: sa.RowMapping) -> list[str]:

@@ -86,17 +86,19 @@ class StalledWatch:
     def look(self) -> int:
         """Tell of runs that fell silent, and of those that are back. Returns how many notices that made."""
         now = self._clock()
+        if 0 <= now - self._began < self._after_s:  # who is silent is not known yet, and nobody is back for that
+            return 0
         with self._engine.connect() as conn:
-            silent = {} if 0 <= now - self._began < self._after_s else self._silent(conn, now)
-            told = _told(conn)
+            silent = self._silent(conn, now)
+            told, ever = _told(conn), _ever_told(conn)
         over = [key for key in told if key not in silent]
-        new = [key for key in silent if key not in told]
+        new = [key for key in silent if key not in ever]  # of one silence is told once
         if not over and not new:
             return 0
         with writing(self._engine) as conn:
-            told = _told(conn)  # somebody else may have been quicker
+            told, ever = _told(conn), _ever_told(conn)  # somebody else may have been quicker
             for key in new:
-                if key not in told and not silences_of(
+                if key not in ever and not silences_of(
                     conn, schema.DEFAULT_TENANT, silent[key]["id"], STALLED, "", now
                 ):
                     queue(conn, schema.DEFAULT_TENANT, self._incident(key, silent[key], now), "firing", now)
@@ -147,6 +149,13 @@ class StalledWatch:
             "url": url,
             "runbook_url": url,
         }
+
+
+def _ever_told(conn: sa.Connection) -> set[str]:
+    """The ids of all notices, over or not."""
+    t = schema.outbox.c
+    of_silence = (t.tenant == schema.DEFAULT_TENANT, t.incident_id.startswith(PREFIX))
+    return set(conn.execute(sa.select(t.incident_id).where(*of_silence).distinct()).scalars())
 
 
 def _told(conn: sa.Connection) -> dict[str, Incident]:
