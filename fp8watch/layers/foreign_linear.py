@@ -6,6 +6,9 @@ Thread:     training, and autograd's
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -19,9 +22,14 @@ from fp8watch.layers.fp8_linear import SITE_KEY, WatchedLinear, observed
 class ForeignLinear(WatchedLinear):
     """Mixin over the class of a Linear with a forward of its own. Without its site it is that module again."""
 
-    def forward(self, input: Any, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Whatever the module's own forward takes and gives; looked at where that is one operand and one product."""
         site, own = self.__dict__.get(SITE_KEY), self._fp8watch_base.forward
+        if not args and not torch.compiler.is_compiling() and (name := _first_name(own)) in kwargs:
+            args = (kwargs.pop(name),)
+        if not args:
+            return own(self, **kwargs)
+        input, args = args[0], args[1:]
         if site is None or not self.training or not self._is_operand(input):
             return own(self, input, *args, **kwargs)
         turn = None
@@ -56,6 +64,13 @@ class ForeignLinear(WatchedLinear):
             and x.dim() > 0
             and x.shape[-1] == self.in_features
         )
+
+
+@lru_cache
+def _first_name(forward: Callable[..., Any]) -> str | None:
+    """How a module's own forward calls what it is given first."""
+    first = list(inspect.signature(forward).parameters.values())[1:2]
+    return first[0].name if first and first[0].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD else None
 
 
 def _begin_watching(turn: Turn, y: Tensor, weight: Tensor) -> None:

@@ -112,8 +112,11 @@ class Turn:
             self._hook.remove()
         if getattr(_running, "turn", None) is self:
             _running.turn = None
-        self.gradient, self.closed = None, True
+        self.closed, self.gradient, self.bias, self._impact = True, None, None, None
+        self.x = self.weight = self.x.new_empty((0, 0))
         self.codes.clear()
+        if self.plan.turns.get(self.first) is self:
+            del self.plan.turns[self.first]
 
     # ---- what is cast inside -----------------------------------------------------------------------------------------
 

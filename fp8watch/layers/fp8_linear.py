@@ -40,7 +40,8 @@ from fp8watch.layers.custom_ops import (
 )
 from fp8watch.layers.double_backward import apply_packed, once_only, packed_by
 from fp8watch.layers.impact_rows import take_impact
-from fp8watch.layers.moved_linear import DEVICE_KEY, as_before, is_moved
+from fp8watch.layers.local_part import is_dtensor
+from fp8watch.layers.moved_linear import DEVICE_KEY, as_before, is_moved, note_unseen
 from fp8watch.layers.observe_linear import observe, observe_forward, rests
 from fp8watch.layers.parameter_trail import linear_in_fp8, num_modes
 from fp8watch.layers.saved_operands import dequantize_kept, quantize_for_backward
@@ -315,6 +316,8 @@ class WatchedLinear(nn.Linear):
         site = self.__dict__.get(SITE_KEY)
         if site is None:
             return F.linear(input, self.weight, self.bias)
+        if type(self.weight) is not nn.Parameter and is_dtensor(self.weight):
+            return as_before(self, input, self.__dict__[NUMBER_KEY])
         if input.device.type != self.__dict__[DEVICE_KEY] and is_moved(self):
             return as_before(self, input, self.__dict__[NUMBER_KEY])
         if not self.__dict__[OBSERVE_KEY]:
@@ -343,6 +346,9 @@ def observed(module: nn.Linear, x: Tensor, y: Tensor, site: Tensor) -> Tensor:
         return y
     if is_eager(y, x, weight):
         observe_forward(x, weight, y, site)
+        return y
+    if is_dtensor(weight) or is_dtensor(y):
+        note_unseen(y, module.__dict__[NUMBER_KEY])
         return y
     grad = torch.is_grad_enabled()
     wgrad = weight.requires_grad and grad

@@ -12,11 +12,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from fp8watch.layers.custom_ops import forward_ended, root_returned, tell_loss
+from fp8watch.layers.custom_ops import root_returned, tell_loss
 from fp8watch.layers.probe_ops import look_at_probe, look_at_probe_in_graph
 from fp8watch.observer.batch_facts import BatchFacts
 from fp8watch.observer.observation_plan import ObservationPlan
-from fp8watch.observer.pass_counter import first_tensor
 from fp8watch.observer.stopwatch import FIXED
 from fp8watch.observer.unseen import num_dispatch_modes, unseen
 from fp8watch_agent.guard import Guard
@@ -33,12 +32,12 @@ class ForwardEnd:
     nothing, so that files load without fp8watch."""
 
     def __init__(self, site: Tensor) -> None:
-        self._site = site
+        self._site, self._number = site, int(site)
 
     def __call__(self, module: nn.Module, _args: Any, output: Any) -> None:
         if module.training:
-            found = first_tensor(output)
-            forward_ended(self._site if found is None else found.detach(), self._site, torch.is_grad_enabled())
+            number = None if torch.compiler.is_compiling() else self._number
+            root_returned(output, self._site, number, torch.is_grad_enabled())
 
     def __reduce__(self) -> Any:
         return getattr, (contextlib.nullcontext(), "__exit__")

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fp8watch.layers.custom_ops import plan_of
+from fp8watch.layers.local_part import local_part
 from fp8watch.layers.observe_linear import note_rest
 
 DEVICE_KEY = "_fp8watch_device"
@@ -28,6 +29,12 @@ def is_moved(module: nn.Module) -> bool:
 def as_before(module: nn.Linear, x: Tensor, number: int) -> Tensor:
     """The output of a Linear that is moved, whose site stands for `number`."""
     y = F.linear(x, module.weight, module.bias)
-    if module.training and not torch.compiler.is_compiling() and (plan := plan_of(number)) is not None:
-        note_rest(plan, number, y, y)
+    if module.training:
+        note_unseen(y, number)
     return y
+
+
+def note_unseen(y: Tensor, number: int) -> None:
+    """Note that something ran which cannot be looked at, so that steps end. `number` is what its site stands for."""
+    if not torch.compiler.is_compiling() and (plan := plan_of(number)) is not None:
+        note_rest(plan, number, y, local_part(y))

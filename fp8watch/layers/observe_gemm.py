@@ -100,7 +100,7 @@ def _observe(plan: ObservationPlan, first: int, gemm: Gemm, site: Tensor) -> Non
         began = _mark(plan)
     y = gemm.y if gemm.of_ranks is None else gemm.of_ranks
     if y.requires_grad:
-        nothing = gemm.y[:0].detach()
+        nothing = gemm.y.new_empty((0,))  # a view of no rows would keep all of y
         _hook_on(y, site, replace(gemm, x=nothing, y=nothing, of_ranks=None), wgrad=wgrad)
     if not idle:
         _add_light(plan, began)

@@ -10,7 +10,8 @@ what `manual_backward` is given. Its copies and pickles are of the plain class.
 from __future__ import annotations
 
 import copyreg
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -70,24 +71,6 @@ class _WatchedTrainingStep(nn.Module):
     """Mixin over the class of a LightningModule; without its entry it is the plain module."""
 
     _fp8watch_plain: type[nn.Module]
-    automatic_optimization: bool
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """As its own."""
-        seen = self.__dict__.get(_KEY)
-        if seen is None or not self.automatic_optimization:
-            return super().training_step(*args, **kwargs)  # type: ignore[misc]
-        before = seen.num_losses()
-        output = super().training_step(*args, **kwargs)  # type: ignore[misc]
-        seen.note(output, before)
-        return output
-
-    def manual_backward(self, loss: Any, *args: Any, **kwargs: Any) -> Any:
-        """As its own."""
-        seen = self.__dict__.get(_KEY)
-        if seen is not None and not self.automatic_optimization:
-            seen.note(loss)
-        return super().manual_backward(loss, *args, **kwargs)  # type: ignore[misc]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copies and pickles are of the plain class, and report to nobody."""
@@ -98,12 +81,48 @@ class _WatchedTrainingStep(nn.Module):
         return copyreg._reconstructor, (self._fp8watch_plain, object, None), state  # type: ignore[attr-defined]
 
 
+def _watched_step(own: Callable[..., Any]) -> Callable[..., Any]:
+    """A `training_step` that shows what it returns. Lightning looks up what a step takes, and finds it in what is wrapped."""
+
+    @functools.wraps(own)
+    def training_step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        seen = self.__dict__.get(_KEY)
+        if seen is None or not self.automatic_optimization:
+            return own(self, *args, **kwargs)
+        before = seen.num_losses()
+        output = own(self, *args, **kwargs)
+        seen.note(output, before)
+        return output
+
+    return training_step
+
+
+def _watched_backward(own: Callable[..., Any]) -> Callable[..., Any]:
+    """A `manual_backward` that shows what it is given."""
+
+    @functools.wraps(own)
+    def manual_backward(self: Any, loss: Any, *args: Any, **kwargs: Any) -> Any:
+        seen = self.__dict__.get(_KEY)
+        if seen is not None and not self.automatic_optimization:
+            seen.note(loss)
+        return own(self, loss, *args, **kwargs)
+
+    return manual_backward
+
+
 _classes: dict[type[nn.Module], type[nn.Module]] = {}
 
 
 def _watched_class(plain: type[nn.Module]) -> type[nn.Module]:
     """The watched subclass of a LightningModule's own class, made once."""
     if plain not in _classes:
-        names = {"_fp8watch_plain": plain, "__module__": plain.__module__, "__qualname__": plain.__qualname__}
+        lightning: Any = plain
+        names = {
+            "_fp8watch_plain": plain,
+            "__module__": plain.__module__,
+            "__qualname__": plain.__qualname__,
+            "training_step": _watched_step(lightning.training_step),
+            "manual_backward": _watched_backward(lightning.manual_backward),
+        }
         _classes[plain] = type(plain.__name__, (_WatchedTrainingStep, plain), names)
     return _classes[plain]

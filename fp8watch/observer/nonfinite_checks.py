@@ -68,7 +68,8 @@ def gradient_faults(gradients: Sequence[Tensor]) -> Tensor:
 def gradients_of(
     parameters: Iterable[tuple[str, nn.Parameter]], device: torch.device
 ) -> tuple[list[str], list[Tensor]]:
-    """Names and gradients, as this rank holds them: of a sharded parameter its shard, of a sparse one its values."""
+    """Names and gradients, as this rank holds them: of a sharded parameter its shard, of a sparse one its values. Those on
+    other devices are not looked at: what is put together there is read on the stream of this one."""
     names, found = [], []
     for name, parameter in parameters:
         gradient = parameter.grad
@@ -77,7 +78,7 @@ def gradients_of(
         gradient = getattr(gradient, "_local_tensor", gradient)
         if gradient.is_sparse:
             gradient = gradient._values()
-        if gradient.device.type != device.type or not gradient.is_floating_point() or not gradient.numel():
+        if gradient.device != device or not gradient.is_floating_point() or not gradient.numel():
             continue
         names.append(name)
         found.append(gradient.detach())

@@ -72,6 +72,8 @@ class ObservationPlan:
         """Forget the step that has just been copied out."""
         self.tiles.take()
         self.shared_input = SharedInput()
+        for turn in list(self.turns.values()):  # whose backward never came: it holds its operands
+            turn.close()
         now = perf_counter()
         if self.canary.turn or now >= self.canary.due:
             self.canary.begin_step(now)

@@ -46,8 +46,10 @@ class RecomputeValues:
 
     @torch.no_grad()
     def keep(self, row: int, x: Tensor) -> None:
-        """The first pass of an operand whose turn it is."""
-        self._kept.setdefault(row, []).append(_sample(x))
+        """The first pass of an operand whose turn it is; one more than are compared says that there were too many."""
+        kept = self._kept.setdefault(row, [])
+        if len(kept) <= MAX_KEPT:
+            kept.append(_sample(x))
 
     @torch.no_grad()
     def again(self, row: int, x: Tensor) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import weakref
 from types import CodeType, FrameType
 from typing import NamedTuple
 
@@ -35,10 +36,10 @@ _COMPILER = ("/torch/_compile.py", "/torch/_dynamo/eval_frame.py")
 class _Stepping(NamedTuple):
     """A step that has begun, and the call that it is."""
 
-    optimizer: Optimizer
+    optimizer: weakref.ref[Optimizer]  # a step that raised stays here until the next one, and keeps nothing alive
     frame: int  # id, because a frame that is held keeps all that it has alive
     code: CodeType
-    inside: list[Optimizer]  # that have stepped in it
+    inside: list[weakref.ref[Optimizer]]  # that have stepped in it
 
 
 class NestedSteps(threading.local):
@@ -53,25 +54,29 @@ class NestedSteps(threading.local):
         frame = _step(sys._getframe(2))
         if self._running:
             self._running = [s for s in self._running if _is_above(frame, s)]
-        is_first = all(s.optimizer is not optimizer for s in self._running)
-        self._running.append(_Stepping(optimizer, id(frame), frame.f_code, []))
+        is_first = all(s.optimizer() is not optimizer for s in self._running)
+        self._running.append(_Stepping(weakref.ref(optimizer), id(frame), frame.f_code, []))
         return is_first
 
     def ends(self, optimizer: Optimizer) -> Nesting | None:
         """It has stepped; None: its parent's step has, and its own goes on."""
         running = self._running
-        at = next((i for i in reversed(range(len(running))) if running[i].optimizer is optimizer), None)
+        at = next((i for i in reversed(range(len(running))) if running[i].optimizer() is optimizer), None)
         if at is None:  # begun before anybody listened
             return ALONE
         inside = running[at].inside
         del running[at:]
         if not running and not inside:
             return ALONE
-        if any(one.optimizer is optimizer for one in running):
+        if any(one.optimizer() is optimizer for one in running):
             return None
         for one in running:
-            one.inside.append(optimizer)
-        return Nesting(tuple(one.optimizer for one in running), tuple(inside))
+            one.inside.append(weakref.ref(optimizer))
+        return Nesting(_alive([one.optimizer for one in running]), _alive(inside))
+
+
+def _alive(optimizers: list[weakref.ref[Optimizer]]) -> tuple[Optimizer, ...]:
+    return tuple(optimizer for ref in optimizers if (optimizer := ref()) is not None)
 
 
 def _step(frame: FrameType) -> FrameType:

@@ -122,7 +122,7 @@ def _before_optimizer(
         return None
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     waits: list[bool] = []
-    if callable(closure):
+    if callable(closure) and not isinstance(closure, nn.Module):
         _each(lambda w: waits.append(w._owns(optimizer) and _is_called_first(optimizer, w._ran())))
     if closure is None or not any(waits):
         _look(optimizer)
@@ -142,14 +142,14 @@ def _is_called_first(optimizer: torch.optim.Optimizer, has_run: bool) -> bool:
     return type(optimizer).__module__.startswith("torch.optim.") or not has_run
 
 
-def _then_look(closure: Callable[[], Any], optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
+def _then_look(closure: Callable[..., Any], optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
     """The closure, and a look behind its first call."""
     looked = False
 
     @functools.wraps(closure)
-    def heard() -> Any:
+    def heard(*args: Any, **kwargs: Any) -> Any:
         nonlocal looked
-        loss = closure()
+        loss = closure(*args, **kwargs)
         if not looked:
             looked = True
             with torch.no_grad():

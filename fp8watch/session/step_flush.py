@@ -141,14 +141,17 @@ class StepFlush:
         parts: dict[str, Tensor] = {"rows": slab.buffer} if self.copies.late or not slab.is_cpu else {}
         numbers, waiting = self._split({**values, **plan.why.take()} if plan.why.on_the_way else values)
         names: list[str] = []
-        if waiting:
-            names, parts["numbers"] = side_by_side(waiting)
+        if waiting and (one := self.guard.run("values", side_by_side, waiting)) is not None:
+            names, parts["numbers"] = one
         gradients: list[str] = []
         if observing and plan.step.sample.any_outputs:
             began = plan.stopwatch.mark() if plan.stopwatch is not None else None
             gradients, found = self._gradients(slab.device, *plan.step.sample.gradients)
-            if found:
-                parts["gradients"] = gradient_faults(found)
+            try:
+                if found:
+                    parts["gradients"] = gradient_faults(found)
+            except Exception as error:  # noqa: BLE001 - the step leaves without them, and the guard counts
+                self.guard.swallow("gradients", error)
             if plan.stopwatch is not None:  # the end of a step is timed as fixed
                 ended = plan.stopwatch.mark()
                 plan.stopwatch.add(SAMPLING, began, ended)

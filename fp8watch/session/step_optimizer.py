@@ -337,6 +337,16 @@ class StepOwner:
         return late
 
 
+def at_forward(close: weakref.WeakMethod[Callable[[StepStatus], None]]) -> Callable[[], None]:
+    """What a forward does that finds a step open whose optimizers have stepped in backward. It keeps nobody alive."""
+
+    def end() -> None:
+        if (closes := close()) is not None:
+            closes(StepStatus.OK)
+
+    return end
+
+
 def _nobody() -> None:
     return None
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp8watch.layers.local_part import is_dtensor, local_part
 from fp8watch.observer.batch_facts import BatchFacts
 from fp8watch.observer.step_state import MAX_LOSSES, StepState
 from fp8watch.session.gradient_norm import GradientNorm
@@ -40,6 +41,7 @@ class StepScalars:
         self._guard, self._say, self.norms, self.standing = guard, say, norms, standing
         self.batches = BatchFacts()
         self._logged: dict[str, Any] = {}
+        self._left_apart: set[str] = set()  # names that were said not to be recorded
         self._batch_id: str | None = None
         self.of_optimizer: dict[str, Any] = {}
         """Of the optimizer and the GradScaler: numbers, or tensors on the device. They stay until there are others."""
@@ -57,9 +59,29 @@ class StepScalars:
     def log(self, values: Mapping[str, float | Tensor], batch_id: str | None) -> None:
         """Take what training says of the step that ends next."""
         for name, value in values.items():
-            self._logged[name] = value.detach().clone() if isinstance(value, Tensor) else float(value)
+            if not isinstance(value, Tensor):
+                self._logged[name] = float(value)
+            elif (here := self._here(name, value)) is not None:
+                self._logged[name] = here.detach().clone()
         if batch_id is not None:
             self._batch_id = str(batch_id)[:MAX_BATCH_ID]
+
+    def _here(self, name: str, value: Tensor) -> Tensor | None:
+        """A tensor's value on this rank; None of a DTensor that each rank has a part of, as FSDP2's norm of gradients is: to add
+        the parts up would wait for the other ranks. That is said once of each."""
+        if not is_dtensor(value):
+            return value
+        sharded: Any = value
+        if all(placement.is_replicate() for placement in sharded.placements):
+            part: Tensor = local_part(value)
+            return part
+        if name not in self._left_apart:
+            self._left_apart.add(name)
+            self._say(
+                f"watch.log({name}=…) was given a DTensor of which each rank has a part: it is not recorded, putting it together would "
+                f"wait for the other ranks; give {name}.full_tensor(), on all of them"
+            )
+        return None
 
     def see_loss_scale(self, scale: Tensor) -> None:
         """Keep the scale that a GradScaler works with: a copy where it lies on a device, as the next update writes into it."""

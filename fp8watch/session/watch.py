@@ -35,7 +35,7 @@ from fp8watch.session.replaced_modules import CHECK_EVERY, FIRST_CHECKS, Replace
 from fp8watch.session.sites import first_rows
 from fp8watch.session.step_cycle import StepCycle
 from fp8watch.session.step_flush import step_flush
-from fp8watch.session.step_optimizer import NO_STEP_ENDED, STUCK_FACT, StepOwner, optimizer_scalars
+from fp8watch.session.step_optimizer import NO_STEP_ENDED, STUCK_FACT, StepOwner, at_forward, optimizer_scalars
 from fp8watch.session.step_scalars import StepScalars
 from fp8watch_agent.record import StepStatus
 
@@ -175,7 +175,7 @@ class Watch:
         if graph_task() != -1:  # inside backward, one parameter after the other
             if self._owner.owns(optimizer):
                 self._scalars.of_optimizer.update(optimizer_scalars(optimizer))
-                self._plan.step.on_forward = partial(self._close, StepStatus.OK)  # or where training ends
+                self._plan.step.on_forward = at_forward(weakref.WeakMethod(self._close))  # or where training ends
             return
         if (is_part := self._owner.is_part(optimizer, nesting)) or self._owner.owns(optimizer):
             looks, parts = not (self._paused or self._plan.step.outside), self._owner.parts(nesting)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from attach import bugs_companions, bugs_devices, bugs_trainers
+from attach import bugs_companions, bugs_devices, bugs_kept, bugs_trainers
 from attach.bugs_checkpoints import CHECKPOINT_BUGS
 from attach.bugs_defaults import DEFAULT_BUGS
 from attach.bugs_experts import EXPERT_BUGS
@@ -15,6 +15,7 @@ A = "tests/attach"
 BUGS = [
     *bugs_companions.BUGS,
     *bugs_devices.BUGS,
+    *bugs_kept.BUGS,
     *bugs_trainers.BUGS,
     *OWN_BUGS,
     *EXPERT_BUGS,

@@ -50,6 +50,11 @@ class Automatic(LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
+class BatchAlone(Automatic):
+    def training_step(self, batch):
+        return super().training_step(batch, 0)
+
+
 class Manual(Automatic):
     """Two optimizers, of which each has half of the parameters."""
 
@@ -103,6 +108,15 @@ def test_each_step_has_its_number_and_loss_and_nothing_changes(kept, tmp_path, h
     assert list(kept.losses().values()) == pytest.approx(watched.seen, abs=1e-4)
     assert type(watched) is Automatic
     assert {site.module for site in kept[0].sites if site.recipe != "probe"} == {"up", "down"}
+
+
+def test_a_step_is_given_what_it_takes_and_no_more(kept, tmp_path):
+    """Lightning looks up whether `training_step` takes the number of the batch."""
+    plain, watched = BatchAlone(), BatchAlone()
+    fit(plain, tmp_path)
+    fit(watched, tmp_path, Fp8Watch(recipe="observe"))
+    assert watched.seen == plain.seen
+    assert list(kept.losses().values()) == pytest.approx(watched.seen, abs=1e-4)
 
 
 def test_accumulated_batches_are_one_step_with_the_mean_of_their_losses(kept, tmp_path):
