@@ -44,8 +44,17 @@ BISECT_BUGS = [
         f"{_B}test_what_fp8_does_not_explain_is_said"),
     Bug("finished trials are kept", "diagnose.bisection:_Trials._save", "if self._state is None:", "if True:",
         f"{_B}test_an_interrupted_bisection_goes_on_where_it_was"),
-    Bug("a training that raises has failed", "bisect_trial:main", "failed, said, status = True,", "failed, said, status = False,",
+    Bug("a training that raises has failed", "bisect_trial:main", "if _says_nothing(e) else True", "if _says_nothing(e) else False",
         f"{_B}test_a_training_that_raises_has_failed"),
+    Bug("flags of torch and numpy are flags", "bisect_trial:_flags_and_losses", "result = plain()", "result = float(plain())",
+        f"{_B}test_flags_and_losses_are_taken_as_torch_and_numpy_give_them"),
+    Bug("a function that returns nothing says nothing", "bisect_trial:judged", 'else (None, "the function returned no losses")',
+        'else (False, "no losses")', f"{_B}test_what_says_nothing_of_the_training_is_no_failure"),
+    Bug("an error of the program or of memory is no failure", "bisect_trial:main", "None if _says_nothing(e) else True", "True",
+        f"{_B}test_what_says_nothing_of_the_training_is_no_failure"),
+    Bug("a rank without losses leaves the word to the others", "diagnose.bisection:_Trials._run",
+        'if a["failed"] is not None), None)', "), None)",
+        f"{_B}test_of_ranks_those_without_losses_leave_the_word_to_the_others"),
 ]  # fmt: skip
 FIX_BUGS = [
     Bug("a title stays in its line", "incidents.fix_files:one_line", 'c if c.isprintable() else " "', "c",
