@@ -203,13 +203,17 @@ class _Trials:
         self._used: dict[frozenset[str], TrialResult] = {}
         if state is not None and state.exists():
             self._load(state)
+        try:
+            self._save()  # not behind the first trial, which would be lost
+        except OSError as e:
+            raise ValueError(f"state={str(state)!r}: cannot be written ({e}); give another file") from e
 
     def _load(self, state: Path) -> None:
         try:
             kept = json.loads(state.read_text())
             before = {k: kept[k] for k in self._asked}
             results = [TrialResult(tuple(r["leave"]), r["failed"], r["said"], r["seconds"]) for r in kept["trials"]]
-        except (ValueError, KeyError, TypeError) as e:
+        except (ValueError, KeyError, TypeError, OSError) as e:
             raise ValueError(f"state={str(state)!r}: no state of a bisection ({e}); give another file") from e
         for name, value in self._asked.items():
             if before[name] != value:

@@ -215,6 +215,46 @@ def test_an_interrupted_bisection_goes_on_where_it_was(here, tmp_path, capsys):
     assert command.main(["bisect", "nowhere"]) == 2
 
 
+@pytest.mark.parametrize(
+    ("option", "file", "word"),
+    [
+        ("--state", "none/s.json", "state="),
+        ("--state", ".", "state="),
+        ("--svg", "none/s.svg", "there is no folder"),
+        ("--svg", ".", "is a folder"),
+    ],
+)
+def test_what_cannot_be_written_is_said_before_the_first_trial(here, tmp_path, capsys, option, file, word):
+    assert command.main(["bisect", f"{CASES}an_input", option, str(tmp_path / file)]) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith("fp8watch diagnose bisect: ")
+    assert word in said.err
+    assert str(tmp_path) in said.err
+    assert said.err.count("\n") == 1
+    assert "trial" not in said.err.replace(str(tmp_path), "")
+
+
+def test_an_error_of_files_ends_with_two_and_is_traced_where_asked(here, tmp_path, monkeypatch, capsys):
+    asked = ["bisect", f"{CASES}sound", "--state", str(tmp_path / "s.json"), "--svg", str(tmp_path / "s.svg")]
+
+    def full(*_args, **_more):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(bisect_room.tempfile, "TemporaryDirectory", full)
+        assert command.main(asked) == 2
+        with pytest.raises(OSError, match="No space left"):
+            command.main([*asked, "--traceback"])
+    with monkeypatch.context() as broken:
+        broken.setattr(Path, "write_text", lambda self, *a, **k: full() if self.suffix == ".svg" else 0)
+        broken.setattr(bisect_room._Trials, "_save", lambda self: None)
+        broken.setattr(bisect_room._Trials, "_run", lambda self, leave: bisect_room.TrialResult((), False, "sound"))
+        assert command.main(asked) == 2
+    said = capsys.readouterr()
+    assert said.err.count("fp8watch diagnose bisect: [Errno 28] No space left on device") == 2
+    assert "It does not fail (sound)" in said.out  # what was found is not lost with its picture
+
+
 def test_a_trial_without_a_result_is_no_result(here, monkeypatch):
     with pytest.raises(TrialError, match="took no module to FP8"):
         bisect(f"{CASES}never_attaches")

@@ -12,6 +12,7 @@ FORMATS = f"{T}/test_formats.py"
 WHAT_IF = f"{T}/test_what_if.py"
 MOMENTS = f"{T}/test_moments.py"
 COLLECTIVES = f"{T}/test_collectives.py"
+COMMANDS = f"{T}/test_commands.py"
 CALIBRATE = f"{T}/test_calibrate.py"
 BUGS = [
     Bug("an impact has the size and sign of what the loss does", "loss_impact:ImpactSums.add",
@@ -52,6 +53,12 @@ BUGS = [
         f"{COLLECTIVES}::test_a_sum_in_bf16_is_that_of_ranks_which_add_one_after_the_other_and_nothing_of_the_callers_changes"),
     Bug("a scale leaves room for the sum", "collectives:_scale", "(len(g) if f.reserve else 1)", "1",
         f"{COLLECTIVES}::test_without_room_for_the_sum_it_clips_and_with_it_small_gradients_are_flushed"),
+    Bug("a picture that cannot be written is told before anything is computed", "diagnose.command:main",
+        "        check_files(args)\n", "", f"{COMMANDS}::test_what_cannot_work_is_said_in_one_line"),
+    Bug("a sum without noise is JSON", "collectives:CollectivesWhatIf.as_json", "as_plain(asdict(self))", "asdict(self)",
+        f"{COLLECTIVES}::test_the_command_says_it_as_a_table_as_json_and_as_a_picture"),
+    Bug("moments that break are JSON", "moments:MomentsWhatIf.as_json", "as_plain(asdict(self))", "asdict(self)",
+        f"{MOMENTS}::test_a_training_that_breaks_in_a_format_is_json_all_the_same"),
     *CHECKPOINT_BUGS,
     *BISECT_BUGS,
     *FIX_BUGS,
