@@ -12,6 +12,7 @@ FORMATS = f"{T}/test_formats.py"
 WHAT_IF = f"{T}/test_what_if.py"
 MOMENTS = f"{T}/test_moments.py"
 COLLECTIVES = f"{T}/test_collectives.py"
+COMPARE = f"{T}/test_compare.py"
 COMMANDS = f"{T}/test_commands.py"
 CALIBRATE = f"{T}/test_calibrate.py"
 BUGS = [
@@ -61,6 +62,13 @@ BUGS = [
         f"{COLLECTIVES}::test_a_sum_in_bf16_is_that_of_ranks_which_add_one_after_the_other_and_nothing_of_the_callers_changes"),
     Bug("a scale leaves room for the sum", "collectives:_scale", "(len(g) if f.reserve else 1)", "1",
         f"{COLLECTIVES}::test_without_room_for_the_sum_it_clips_and_with_it_small_gradients_are_flushed"),
+    Bug("losses that may be negative are not held against the first", "verdict:_rise",
+        "if got[0] > 0 and min(got) >= 0:\n        ratio = max(got) / got[0]", "if True:\n        ratio = max(got) / max(got[0], 1e-12)",
+        f"{COMPARE}::test_losses_that_cross_zero_are_not_held_against_the_first_of_them"),
+    Bug("a loss next to zero is not held against itself", "verdict:_usual", "median(map(abs, high)) if", "0.0 if",
+        f"{COMPARE}::test_losses_that_cross_zero_are_not_held_against_the_first_of_them"),
+    Bug("losses that may be negative rise as well", "verdict:_rise", "RISE_OF_SIGNED * spread > 0", "math.inf",
+        f"{COMPARE}::test_losses_that_cross_zero_and_explode_in_both_are_shared_however_far_apart"),
     Bug("a picture that cannot be written is told before anything is computed", "diagnose.command:main",
         "        check_files(args)\n", "", f"{COMMANDS}::test_what_cannot_work_is_said_in_one_line"),
     Bug("a sum without noise is JSON", "collectives:CollectivesWhatIf.as_json", "as_plain(asdict(self))", "asdict(self)",
