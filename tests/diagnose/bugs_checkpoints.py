@@ -68,6 +68,8 @@ BISECT_BUGS = [
         f"{_B}test_of_ranks_those_without_losses_leave_the_word_to_the_others"),
 ]  # fmt: skip
 FIX_BUGS = [
+    Bug("a token goes to its own collector", "fix_command:address", "if secret and collector and", "if False and",
+        f"{_F}test_a_token_goes_to_the_collector_that_it_is_for_whatever_the_address_says"),
     Bug("a title stays in its line", "incidents.fix_files:one_line", 'c if c.isprintable() else " "', "c",
         f"{_F}test_a_title_stays_in_its_line_and_a_name_in_its_string"),
     Bug("torchao converts all but these", "incidents.fix_files:torchao", "fqn == name or", "",
