@@ -40,8 +40,14 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def address(incident: str, collector: str | None) -> tuple[str, str]:
+def address(incident: str, collector: str | None, *, secret: bool = False) -> tuple[str, str]:
     """Collector and id.
+
+    Args:
+        incident: id, or address of its page.
+        collector: of an id.
+        secret: a token of the environment goes with it, which is that collector's: the address of a page at another host
+            stands for the id alone.
 
     Raises:
         ValueError: neither is known.
@@ -51,12 +57,28 @@ def address(incident: str, collector: str | None) -> tuple[str, str]:
         before, found, name = parts.path.rpartition("/incidents/")
         if not found or not name.strip("/"):
             raise ValueError(f"{incident!r}: must be the address of an incident's page, …/incidents/ID")
+        if secret and collector and _origin(collector) != _origin(incident):
+            return collector.rstrip("/"), name.strip("/")
         return f"{parts.scheme}://{parts.netloc}{before}", name.strip("/")
     if not collector:
         raise ValueError(
             "no collector: give the address of the incident's page, or --collector URL, or FP8WATCH_COLLECTOR"
         )
     return collector.rstrip("/"), incident
+
+
+def elsewhere(incident: str, collector: str) -> str:
+    """What a refusal ends with where the page is at another host than the collector that was asked."""
+    parts = urlsplit(incident)
+    if parts.scheme not in ("http", "https") or _origin(incident) == _origin(collector):
+        return ""
+    there = f"{parts.scheme}://{parts.netloc}"
+    return f" (the token is for {collector} alone; if it is for the page's host too, set FP8WATCH_COLLECTOR={there})"
+
+
+def _origin(url: str) -> tuple[str, str | None, int | None]:
+    parts = urlsplit(url)
+    return parts.scheme, parts.hostname, parts.port or {"http": 80, "https": 443}.get(parts.scheme)
 
 
 def fetch(incident: str, target: str, modules: Sequence[str], collector: str | None) -> str:
@@ -66,11 +88,11 @@ def fetch(incident: str, target: str, modules: Sequence[str], collector: str | N
         ValueError: no collector, or it refuses; the message says why.
         OSError: it cannot be reached.
     """
-    base, name = address(incident, collector)
-    query = urlencode([("for", target), *(("module", module) for module in modules)])
-    url = f"{base}/api/v1/incidents/{quote(name, safe='')}/fix?{query}"
     file = os.environ.get("FP8WATCH_TOKEN_FILE")
     token = os.environ.get("FP8WATCH_TOKEN") or (read_token_file(Path(file)) if file else None)
+    base, name = address(incident, collector, secret=token is not None)
+    query = urlencode([("for", target), *(("module", module) for module in modules)])
+    url = f"{base}/api/v1/incidents/{quote(name, safe='')}/fix?{query}"
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     try:
         answer = urllib3.request(
@@ -82,7 +104,7 @@ def fetch(incident: str, target: str, modules: Sequence[str], collector: str | N
         raise OSError(f"collector {base} was not reached: {e}") from e
     text = body.decode("utf-8", "replace")
     if answer.status != 200:
-        raise ValueError(f"collector {base} answered {answer.status}: {_detail(text)}")
+        raise ValueError(f"collector {base} answered {answer.status}: {_detail(text)}{elsewhere(incident, base)}")
     return text
 
 

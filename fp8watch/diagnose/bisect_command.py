@@ -7,7 +7,7 @@ import os
 import sys
 
 from fp8watch.diagnose.bisection import TrialError, TrialResult, bisect
-from fp8watch.diagnose.subject_arguments import add_answers, answer
+from fp8watch.diagnose.subject_arguments import add_answers, add_traceback, answer, check_files
 from fp8watch_agent.fix_command import address
 
 HELP = "find the layers and operands that must leave FP8 for a failure to go"
@@ -31,29 +31,40 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--incident", metavar="INCIDENT", help="its id, with FP8WATCH_COLLECTOR, or the address of its page, "
                         "which then shows the result; a token of scope ingest: [FP8WATCH_TOKEN or FP8WATCH_TOKEN_FILE]")  # fmt: skip
     add_answers(parser)
+    add_traceback(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the command. Exit status: 0 where culprits were named, 1 where none was, 2 where it cannot be run."""
     try:
+        check_files(args)
         if args.incident:
             address(args.incident, os.environ.get("FP8WATCH_COLLECTOR"))  # before hours of trials, not behind them
         found = bisect(
             args.target, checkpoint=args.checkpoint, recipe=args.recipe, limit=args.limit, ranking=args.suspect,
             operands=not args.layers_only, nproc=args.nproc, state=args.state, timeout_s=args.timeout, on_progress=_say,
         )  # fmt: skip
-    except (ValueError, TypeError, TrialError) as e:
-        sys.stderr.write(f"fp8watch diagnose bisect: {e}\n")
-        return 2
-    answer(args, str(found), found.as_json(), found.as_svg())
-    sys.stdout.flush()
+    except (ValueError, TypeError, OSError, TrialError) as e:
+        return _told(args, e)
+    status = 0 if found.verdict == "fp8" else 1
+    try:
+        answer(args, str(found), found.as_json(), found.as_svg())
+        sys.stdout.flush()
+    except OSError as e:  # it is sent all the same
+        status = _told(args, e)
     if args.incident:
         try:
             found.send(args.incident)
         except (ValueError, OSError) as e:
-            sys.stderr.write(f"fp8watch diagnose bisect: {e}\n")
-            return 2
-    return 0 if found.verdict == "fp8" else 1
+            status = _told(args, e)
+    return status
+
+
+def _told(args: argparse.Namespace, e: Exception) -> int:
+    if args.traceback:
+        raise e
+    sys.stderr.write(f"fp8watch diagnose bisect: {e}\n")
+    return 2
 
 
 def _say(trial: TrialResult, num: int) -> None:

@@ -10,10 +10,11 @@ from __future__ import annotations
 import importlib
 import json
 import math
+import numbers
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -27,6 +28,8 @@ from fp8watch.recipe import OPERANDS, resolve_recipe
 
 RAISED = 3
 """Exit status of a trial that raised: under torchrun the other ranks must not wait for it."""
+NO_MEMORY = ("out of memory", "not enough memory", "can't allocate memory", "ALLOC_FAILED")
+"""In the errors of devices, of cuBLAS and of torch's allocators."""
 
 
 @dataclass
@@ -117,35 +120,56 @@ def function_of(target: str) -> Callable[[Trial], Any]:
     return found  # type: ignore[no-any-return]
 
 
-def judged(result: Any, limit: float | None) -> tuple[bool, str]:
+def judged(result: Any, limit: float | None) -> tuple[bool | None, str]:
     """Whether what the function returned is a failure, and why.
 
     Args:
-        result: True or False; or a loss, or losses in order: one that is not finite or above `limit` is a failure.
+        result: True or False; or a loss, or losses in order: one that is not finite or above `limit` is a failure. As Python,
+            torch and numpy have them. Of several flags one that is True is a failure.
         limit: of a loss; None: only what is not finite fails.
+
+    Returns:
+        None for the former where it returned nothing, or no losses.
 
     Raises:
         TypeError: nothing of these.
     """
-    if isinstance(result, bool):
-        return result, "the function says so"
-    losses = _numbers(result)
+    if result is None:
+        return None, "the function returned None: must be True, False, a loss, or losses in order"
+    flags, losses = _flags_and_losses(result)
+    if any(flags):
+        return True, "the function says so"
     for i, loss in enumerate(losses):
         if not math.isfinite(loss):
             return True, f"loss {i} is {loss}"
         if limit is not None and loss > limit:
             return True, f"loss {i} is {loss:.4g}, above {limit:g}"
-    return False, f"{len(losses)} losses, the last {losses[-1]:.4g}" if losses else "no losses"
+    if losses:
+        return False, f"{len(losses)} losses, the last {losses[-1]:.4g}"
+    return (False, "the function says so") if flags else (None, "the function returned no losses")
 
 
-def _numbers(result: Any) -> list[float]:
-    if isinstance(result, torch.Tensor):
-        return [float(x) for x in result.detach().reshape(-1).tolist()]
-    if isinstance(result, int | float):
-        return [float(result)]
-    if isinstance(result, Iterable) and not isinstance(result, str | bytes):
-        return [x for part in result for x in _numbers(part)]
+def _flags_and_losses(result: Any) -> tuple[list[bool], list[float]]:
+    plain = getattr(result, "tolist", None) or getattr(result, "item", None)  # of torch, numpy and their like
+    if callable(plain):
+        result = plain()
+    if isinstance(result, bool):
+        return [result], []
+    if isinstance(result, numbers.Real):
+        return [], [float(result)]
+    if isinstance(result, Iterable) and not isinstance(result, str | bytes | Mapping):
+        parts = [_flags_and_losses(part) for part in result]
+        return [x for flags, _ in parts for x in flags], [x for _, losses in parts for x in losses]
     raise TypeError(f"the function returned {type(result).__name__}: must be True, False, a loss, or losses in order")
+
+
+def _says_nothing(e: Exception) -> bool:
+    """Whether an error is one of the program, or of memory: it is none of the training's numbers."""
+    if isinstance(e, TypeError | NameError | AttributeError | ImportError | SyntaxError | OSError | MemoryError):
+        return True
+    if isinstance(e, torch.cuda.OutOfMemoryError):
+        return True
+    return isinstance(e, RuntimeError) and any(words in str(e) for words in NO_MEMORY)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -153,11 +177,16 @@ def main(argv: Sequence[str]) -> int:
     request = json.loads(Path(argv[0]).read_text())
     rank = int(os.environ.get("RANK", "0"))
     trial = Trial(frozenset(request["leave"]), request["checkpoint"], request["recipe"], list(request["modules"]))
-    status, said = 0, ""
+    status, said, failed = 0, "", None
     try:
-        failed, said = judged(function_of(request["target"])(trial), request["limit"])
-    except Exception as e:  # noqa: BLE001  training may raise where it fails: that is a result
-        failed, said, status = True, f"{type(e).__name__}: {e}"[:500], RAISED
+        function = function_of(request["target"])
+        try:
+            failed, said = judged(function(trial), request["limit"])
+        except Exception as e:  # training may raise where it fails: that is a result
+            failed = None if _says_nothing(e) else True
+            raise
+    except Exception as e:  # noqa: BLE001  told to who started the trial
+        said, status = f"{type(e).__name__}: {e}"[:500], RAISED
         traceback.print_exc()
     answer = {"failed": failed, "said": said, "raised": status == RAISED, "modules": trial.modules}
     out = Path(request["out"]) / f"rank{rank}.json"

@@ -31,7 +31,8 @@ Ranking = Callable[[list[str]], Iterable[str]] | Sequence[str]
 
 
 class TrialError(RuntimeError):
-    """A trial that says nothing: killed, out of time, or without a model. Trials before it are kept."""
+    """A trial that says nothing: killed, out of time or memory, without a model or a loss, or with an error of the program.
+    Trials before it are kept."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,8 @@ def bisect(
 
     Args:
         target: "module:function", or a function that a module has under that name. It is given a `Trial`, on which it
-            calls `trial.attach(model)`; it returns True where training failed, or its losses.
+            calls `trial.attach(model)`; it returns True where training failed, or its losses. A training that raises has
+            failed, but for errors of names, types, imports, files and memory.
         checkpoint: path that the function finds as `trial.checkpoint`.
         recipe: name of a recipe that wins over the function's own.
         limit: a loss above it is a failure; None: only one that is not finite.
@@ -201,13 +203,17 @@ class _Trials:
         self._used: dict[frozenset[str], TrialResult] = {}
         if state is not None and state.exists():
             self._load(state)
+        try:
+            self._save()  # not behind the first trial, which would be lost
+        except OSError as e:
+            raise ValueError(f"state={str(state)!r}: cannot be written ({e}); give another file") from e
 
     def _load(self, state: Path) -> None:
         try:
             kept = json.loads(state.read_text())
             before = {k: kept[k] for k in self._asked}
             results = [TrialResult(tuple(r["leave"]), r["failed"], r["said"], r["seconds"]) for r in kept["trials"]]
-        except (ValueError, KeyError, TypeError) as e:
+        except (ValueError, KeyError, TypeError, OSError) as e:
             raise ValueError(f"state={str(state)!r}: no state of a bisection ({e}); give another file") from e
         for name, value in self._asked.items():
             if before[name] != value:
@@ -236,9 +242,14 @@ class _Trials:
             request.write_text(json.dumps(given))
             ended = self._process(request)
             answers = [json.loads(p.read_text()) for p in sorted(Path(folder).glob("rank*.json"))]
+        broken = next((a for a in answers if a["failed"] is None and a["raised"]), None)
         failed = next((a for a in answers if a["failed"]), None)
         if failed is None and len(answers) < self._asked["nproc"]:
-            raise TrialError(f"a trial ended without a result ({ended}), with {_named(leave)} in high precision")
+            broken = broken or {"said": ended}
+        told = next((a for a in answers if a["failed"] is not None), None)
+        if broken is not None or told is None:
+            why = (broken or answers[0])["said"]
+            raise TrialError(f"a trial ended without a result ({why}), with {_named(leave)} in high precision")
         if not self.modules:
             self.modules = next((a["modules"] for a in answers if a["modules"]), [])
         if not self.modules:
@@ -246,7 +257,7 @@ class _Trials:
             raise TrialError(
                 f"the function took no module to FP8{why}; call trial.attach(model), or trial.announce(names)"
             )
-        said = (failed or answers[0])["said"]
+        said = (failed or told)["said"]
         return TrialResult(tuple(sorted(leave)), failed is not None, said, round(time.monotonic() - began, 2))
 
     def _process(self, request: Path) -> str:

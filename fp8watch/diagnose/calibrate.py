@@ -134,7 +134,7 @@ def calibrate(
         backend: as for `attach`.
 
     Raises:
-        TypeError, ValueError: an argument that cannot work, with value, rule and remedy.
+        TypeError, ValueError: an argument that cannot work, with value, rule and remedy; a loss that is not finite.
     """
     if isinstance(steps, bool) or not isinstance(steps, int) or not 1 <= steps <= 100_000:
         raise ValueError(f"steps={steps!r}: must be a whole number from 1 to 100000")
@@ -166,6 +166,9 @@ class _Seen:
         self._readers = {name: RecipeReader(recipe, copied.device, backend) for name, recipe in made.items()}
         self.num_steps = 0
         self.amax: dict[tuple[str, str], list[float]] = {}
+        """Of the finite elements."""
+        self.nonfinite: dict[tuple[str, str], int] = {}
+        """In how many steps an operand was not finite."""
         self.sqnr: dict[tuple[str, str, str], list[float]] = {}
         self.underflow: dict[tuple[str, str, str], list[float]] = {}
         self.square: dict[str, float] = {}
@@ -174,13 +177,17 @@ class _Seen:
         """One pass; gradients are left for the optimizer."""
         costs: dict[tuple[str, str, str, bool], OperandCosts] = {}
         amax: dict[tuple[str, str], float] = {}
+        nonfinite: set[tuple[str, str]] = set()
         impacts: dict[str, ImpactSums] = {}
 
         def on_gradient(call: LinearCall, grad_MN: Tensor) -> None:
             given = {"input": call.x_MK, "weight": call.weight_NK, "grad_output": grad_MN}
             for operand, x in given.items():
                 key = (call.module, operand)
-                amax[key] = max(amax.get(key, 0.0), float(x.detach().abs().amax()))
+                size = x.detach().abs()
+                amax[key] = max(amax.get(key, 0.0), float(size.where(size.isfinite(), 0.0).amax()))
+                if not bool(size.isfinite().all()):
+                    nonfinite.add(key)
             for name, reader in self._readers.items():
                 for (operand, columnwise), gemm in READ_BY.items():
                     if gemm == "dgrad" and not call.has_dgrad:
@@ -191,12 +198,19 @@ class _Seen:
             sums = impacts.setdefault(call.module, ImpactSums())
             sums.add(call, grad_MN, reading(self._readers["blockwise"], call.module))
 
-        self._copied.visit(on_gradient, batch=batch)
+        loss = self._copied.visit(on_gradient, batch=batch)
+        if not math.isfinite(loss):
+            raise ValueError(
+                f"the loss is {loss} in high precision: there is nothing to measure; give batches before the failure"
+            )
         self.num_steps += 1
+        for key in nonfinite:
+            self.nonfinite[key] = self.nonfinite.get(key, 0) + 1
         for key, value in amax.items():
             self.amax.setdefault(key, []).append(value)
         for name, sum_ in impacts.items():
-            self.square[name] = self.square.get(name, 0.0) + sum_.square
+            if math.isfinite(sum_.square):
+                self.square[name] = self.square.get(name, 0.0) + sum_.square
         for (module, operand, name, columnwise), cost in costs.items():
             other = costs.get((module, operand, name, not columnwise))
             if columnwise and other is not None:
@@ -249,11 +263,18 @@ class _Seen:
         return found
 
     def _why(self, module: str, operand: str, name: str) -> str | None:
-        """What is wrong with an operand under a recipe; a gradient may be E5M2 where E4M3 flushes too much of it."""
+        """What is wrong with an operand under a recipe; a gradient may be E5M2 where E4M3 flushes too much of it. Of zeros
+        nothing is lost."""
+        if steps := self.nonfinite.get((module, operand)):
+            return f"{operand} is not finite in {steps} of {self.num_steps} steps"
         lost = _quantile(self.underflow.get((module, operand, name), ()), 1 - BAD_SHARE)
         sqnr = _quantile(self.sqnr.get((module, operand, name), ()), BAD_SHARE)
-        if operand == "grad_output" and self._prefers_e5m2(module):
+        in_e5m2 = operand == "grad_output" and self._prefers_e5m2(module)
+        if in_e5m2:
             sqnr = _quantile(self.sqnr.get((module, operand, "e5m2"), ()), BAD_SHARE)
+        if math.isnan(sqnr) and max(self.amax[module, operand]) > 0:
+            return f"{operand} was not measured"
+        if in_e5m2:
             return f"{operand} at {sqnr:.1f} dB in E5M2" if sqnr < MIN_TILE_SQNR_DB["E5M2"] else None
         if sqnr < MIN_TILE_SQNR_DB["E4M3"]:
             return f"{operand} at {sqnr:.1f} dB"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from fp8watch.diagnose.calibrate import calibrate
 from fp8watch.diagnose.subject import load_subject
-from fp8watch.diagnose.subject_arguments import add_subject, filter_of
+from fp8watch.diagnose.subject_arguments import add_subject, check_files, filter_of
 
 
 def parser() -> argparse.ArgumentParser:
@@ -32,6 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if args.output is not None and args.output.suffix != ".toml":
             raise ValueError(f"-o {args.output}: must end in .toml, by which attach(recipe=...) knows a recipe file")
+        check_files(args)
         subject = load_subject(args.subject)
         found = calibrate(
             subject.model, subject.batches(), subject.loss_fn, args.steps, optimizer=subject.optimizer,

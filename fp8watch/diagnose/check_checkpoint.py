@@ -107,13 +107,16 @@ def check_checkpoint(path: str | Path, *, against: str | Path | None = None) -> 
 
 def _check(source: Checkpoint, num: Counter[str], rms: dict[str, float]) -> Iterator[CheckpointFinding]:
     names = source.forms
+    first = {_pair(name, FIRST_MOMENT) for name in names if _part(name, FIRST_MOMENT)}
     second = {_pair(name, SECOND_MOMENT): name for name in names if _part(name, SECOND_MOMENT)}
+    paired = {name for pair, name in second.items() if pair in first}
+    alone = set(second.values()) - paired
     scales = {at: name for name, (dtype, _) in names.items() if dtype in FP8 and (at := checks.scale_name(name, names))}
     for name, (dtype, shape) in names.items():
         num["tensors"] += 1
         if not dtype.is_floating_point or math.prod(shape) == 0:
             continue
-        if name in scales or name in second.values():
+        if name in scales or name in paired:
             continue  # read with its partner
         pair = _pair(name, FIRST_MOMENT) if _part(name, FIRST_MOMENT) else None
         partner = second.get(pair) if pair is not None else checks.scale_name(name, names) if dtype in FP8 else None
@@ -137,6 +140,12 @@ def _check(source: Checkpoint, num: Counter[str], rms: dict[str, float]) -> Iter
         elif partner is not None:
             num["moments"] += 1
             yield from checks.moments(name, x, read[partner])
+        elif name in alone:
+            yield from checks.second_moment(name, x)
+            if first:
+                yield CheckpointFinding(
+                    WARN, name, "moments", "no exp_avg beside it, which others have: lost, or of another optimizer"
+                )
     yield from _dtypes(names)
 
 

@@ -222,8 +222,8 @@ def _fit(name: str, scale_at: str, amax: Tensor, s: Tensor, codes: Tensor) -> It
             yield CheckpointFinding(WARN, scale_at, "scale of these codes", said)
     reach = torch.log2(amax[filled]) + torch.log2(s[filled])
     off = reach - reach.median()
-    worst = int(off.abs().argmax())
-    if float(off.abs()[worst]) > FAR_OCTAVES and float(off[worst]) > 0:
+    worst = int(off.argmax())
+    if float(off[worst]) > FAR_OCTAVES:
         tile = int(filled.nonzero()[worst])
         said = f"the values of tile {tile} reach {float(off[worst]):.1f} octaves above the median tile"
         yield CheckpointFinding(FAIL, scale_at, "scale of these codes", said)
@@ -244,17 +244,28 @@ def moments(name: str, m: Tensor, v: Tensor, eps: float = ADAM_EPS) -> Iterator[
     if m.shape != v.shape:
         yield CheckpointFinding(FAIL, name, "moments", f"m is {_by(m.shape)}, v is {_by(v.shape)}")
         return
-    num_negative = num_lost = 0
+    num_lost = 0
     flat_m, flat_v = m.reshape(-1), v.reshape(-1)
     for start in range(0, flat_m.numel(), CHUNK):
         a, b = flat_m[start : start + CHUNK].float(), flat_v[start : start + CHUNK].float()
-        num_negative += int((b < 0).sum())
         num_lost += int(((b == 0) & (a.abs() > NO_UPDATE * eps)).sum())
-    if num_negative:
-        yield CheckpointFinding(FAIL, name, "moments", f"v is negative in {num_negative} of {flat_v.numel()} elements")
     if num_lost:
         why = f"v = 0 where m ≠ 0 in {num_lost} of {flat_m.numel()} elements: the next update divides by eps alone"
         yield CheckpointFinding(FAIL, name, "moments", why)
+    yield from second_moment(name, v)
+
+
+def second_moment(name: str, v: Tensor) -> Iterator[CheckpointFinding]:
+    """A second moment by itself.
+
+    Args:
+        name: that a finding has.
+        v: exp_avg_sq.
+    """
+    flat = v.reshape(-1)
+    num = sum(int((flat[i : i + CHUNK].float() < 0).sum()) for i in range(0, flat.numel(), CHUNK))
+    if num:
+        yield CheckpointFinding(FAIL, name, "moments", f"v is negative in {num} of {flat.numel()} elements")
     if v.dtype in (torch.float16, *FP8):
         yield CheckpointFinding(
             WARN, name, "moment dtype", f"v in {str(v.dtype).removeprefix('torch.')} flushes small squares to 0"

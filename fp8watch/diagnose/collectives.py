@@ -27,6 +27,7 @@ from fp8watch.diagnose.model_copies import check, unwrapped
 from fp8watch.diagnose.number_grid import E4M3, E5M2, Grid
 from fp8watch.diagnose.subject import LossFn, checked_loss, default_loss
 from fp8watch.diagnose.untouched import untouched
+from fp8watch.diagnose.verdict import as_plain
 from fp8watch.quantize import quantize_blockwise
 
 EXPERT = re.compile(r"(.*\.)?experts\.\d+")
@@ -117,8 +118,9 @@ class CollectivesWhatIf:
     sent: tuple[SentTensor, ...]
 
     def as_json(self) -> dict[str, Any]:
-        """Plain data."""
-        return asdict(self)
+        """Plain values; non-finite numbers as "nan", "inf", "-inf"."""
+        plain: dict[str, Any] = as_plain(asdict(self))
+        return plain
 
     def as_svg(self) -> str:
         """A picture: SQNR before and behind the sum in each format."""

@@ -17,6 +17,7 @@ from fp8watch.diagnose import (
     moments_command,
     what_if_command,
 )
+from fp8watch.diagnose.subject_arguments import check_files
 
 SUBCOMMANDS: dict[str, ModuleType] = {
     "loss-impact": loss_impact_command,
@@ -40,6 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand; exit status 2 where its arguments cannot work."""
     args = parser().parse_args(None if argv is None else list(argv))
     try:
+        check_files(args)
         return int(SUBCOMMANDS[args.subcommand].run(args))
     except (TypeError, ValueError, OSError) as e:
         if args.traceback:

@@ -26,6 +26,7 @@ from fp8watch.diagnose.impact_tables import columns, number
 from fp8watch.diagnose.model_copies import MakeOptimizer, check, optimizer_of, unwrapped
 from fp8watch.diagnose.subject import LossFn, checked_loss, default_loss
 from fp8watch.diagnose.untouched import RandomState, untouched
+from fp8watch.diagnose.verdict import as_plain
 from fp8watch.session.precision_map import MASTERS
 
 MOMENT_FORMATS: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -68,8 +69,9 @@ class MomentsWhatIf:
     formats: tuple[MomentFormat, ...]
 
     def as_json(self) -> dict[str, Any]:
-        """Plain data."""
-        return asdict(self)
+        """Plain values; non-finite numbers as "nan", "inf", "-inf"."""
+        plain: dict[str, Any] = as_plain(asdict(self))
+        return plain
 
     def as_svg(self) -> str:
         """A picture: shares of each moment that were flushed or stuck."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -33,9 +34,27 @@ def add_answers(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--svg", metavar="FILE", type=Path, help="write a picture as well")
 
 
+def check_files(args: argparse.Namespace) -> None:
+    """Before anything is computed: what is asked for can be written.
+
+    Raises:
+        ValueError: with value, rule and remedy.
+    """
+    for option, name in (("--svg", "svg"), ("-o", "output")):
+        file: Path | None = getattr(args, name, None)
+        if file is None:
+            continue
+        if file.is_dir():
+            raise ValueError(f"{option} {file}: is a folder; give a file")
+        if not file.parent.is_dir():
+            raise ValueError(f"{option} {file}: there is no folder {file.parent}; make it, or give another file")
+        if not os.access(file if file.exists() else file.parent, os.W_OK):
+            raise ValueError(f"{option} {file}: may not be written; give another file")
+
+
 def answer(args: argparse.Namespace, text: str, data: dict[str, Any], picture: str | None = None) -> None:
     """Print, and write the picture."""
-    sys.stdout.write((json.dumps(data, indent=1) if args.json else text) + "\n")
+    sys.stdout.write((json.dumps(data, indent=1, allow_nan=False) if args.json else text) + "\n")
     if picture is not None and getattr(args, "svg", None) is not None:
         args.svg.write_text(picture, encoding="utf-8")
 

@@ -14,7 +14,7 @@ from urllib.parse import quote
 
 import urllib3
 
-from fp8watch_agent.fix_command import address
+from fp8watch_agent.fix_command import address, elsewhere
 from fp8watch_agent.settings import read_token_file
 
 TIMEOUT_S = 10
@@ -29,16 +29,17 @@ def tell_incident(
         kind: comparison or bisection.
         said: as `as_json` gives it.
         incident: its id, or the address of its page.
-        collector: URL, for an id; else FP8WATCH_COLLECTOR.
+        collector: URL, for an id; else FP8WATCH_COLLECTOR. A token of the environment goes there, wherever the page is.
         token: with scope ingest; else FP8WATCH_TOKEN, or what is in FP8WATCH_TOKEN_FILE.
 
     Raises:
         ValueError: no collector is named.
         OSError: it cannot be reached, or refuses; the message says why.
     """
-    url, name = address(incident, collector or os.environ.get("FP8WATCH_COLLECTOR"))
     file = os.environ.get("FP8WATCH_TOKEN_FILE")
     secret = token or os.environ.get("FP8WATCH_TOKEN") or (read_token_file(Path(file)) if file else None)
+    of_environment = bool(secret) and not token
+    url, name = address(incident, collector or os.environ.get("FP8WATCH_COLLECTOR"), secret=of_environment)
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {secret}"} if secret else {})
     target = f"{url}/v1/incidents/{quote(name, safe='')}/{kind}"
     try:
@@ -48,4 +49,5 @@ def tell_incident(
     except urllib3.exceptions.HTTPError as e:
         raise OSError(f"collector {url} was not reached: {e}") from e
     if answer.status not in (200, 201):
-        raise OSError(f"collector {url} answered {answer.status}: {answer.data[:500].decode('utf-8', 'replace')}")
+        why = answer.data[:500].decode("utf-8", "replace")
+        raise OSError(f"collector {url} answered {answer.status}: {why}{elsewhere(incident, url)}")

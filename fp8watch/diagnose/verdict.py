@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from statistics import median
 from typing import Any
 
 from fp8watch.diagnose.tell_incident import tell_incident
@@ -19,6 +20,8 @@ SUSTAINED = 3
 """Number of steps that must be apart: a single small batch may be by chance."""
 RISE = 1.3
 """Ratio to the first loss above which a run counts as failing."""
+RISE_OF_SIGNED = 100.0
+"""The same of losses that may be negative, of which a ratio says nothing: in median distances from their median."""
 LAYER_ERROR = 0.25
 """RMS of the difference over RMS of the output, from which on a layer is named: healthy ones stay at 0.01 to 0.03."""
 
@@ -139,7 +142,8 @@ def judge(
     A failure that both show is shared, however far apart they are by then: two diverging runs drift apart. `kind` and
     `param_gather` are for `switches`.
     """
-    apart, arithmetic = _apart(steps), kind or recipe
+    usual = _usual(steps)
+    apart, arithmetic = _apart(steps, usual), kind or recipe
     early = [x for x in layers if x.first_diverging_step is not None]
     named = min(early, key=lambda x: x.first_diverging_step or 0, default=None)  # the first in data-flow order
     layer = named.module if named else None
@@ -160,37 +164,58 @@ def judge(
         what = f"{high_precision} would have shown it: its loss is not finite from step {lost.step} on"
         return verdict("fp8", f"{what}, and FP8 goes on with a finite number{where}.")
     rise_high, rise_fp8 = _rise(s.loss_high for s in steps), _rise(s.loss_fp8 for s in steps)
-    if lost is None and min(rise_high, rise_fp8) > RISE:
-        both = f"its loss rises to {rise_high:.2f}× that of the first step, FP8's to {rise_fp8:.2f}×"
-        return verdict("shared", f"{high_precision} does the same: {both}.")
+    if lost is None and rise_high is not None and rise_fp8 is not None:
+        return verdict("shared", f"{high_precision} does the same: its loss {rise_high}, FP8's {rise_fp8}.")
     if apart is not None:
-        much = "its loss is not finite" if math.isinf(apart.difference) else f"{apart.difference:.2%} apart"
+        much = "its loss is not finite" if math.isinf(apart.difference) else f"{_difference(apart, usual):.2%} apart"
         return verdict("fp8", f"FP8 explains it: from step {apart.step} on the losses separate ({much}){where}.")
-    worst = max((s.difference for s in steps), default=0.0)
+    worst = max((_difference(s, usual) for s in steps), default=0.0)
     hint = f" Only {layer} computes something else." if layer else ""
     how = f"over {len(steps)} steps the losses stay within {worst:.2%} of each other, and 0.25 % is normal"
     return verdict("shared", f"{high_precision} does the same: {how}.{hint}")
 
 
-def _apart(steps: tuple[StepPair, ...]) -> StepPair | None:
+def _usual(steps: tuple[StepPair, ...]) -> float:
+    """Size that a difference is held against at least: a loss that may be negative is next to 0 by chance."""
+    high = [s.loss_high for s in steps if math.isfinite(s.loss_high)]
+    return median(map(abs, high)) if high and min(high) <= 0 else 0.0
+
+
+def _difference(s: StepPair, usual: float) -> float:
+    signed = _signed(s, usual)
+    return abs(signed) if math.isfinite(signed) else s.difference
+
+
+def _signed(s: StepPair, usual: float) -> float:
+    return (s.loss_fp8 - s.loss_high) / max(abs(s.loss_high), usual, 1e-12)
+
+
+def _apart(steps: tuple[StepPair, ...], usual: float) -> StepPair | None:
     """First step from which the losses stay apart: by a lot, or for SUSTAINED steps and mostly to one side."""
     for i, s in enumerate(steps):
-        if s.difference > 4 * LOSS_TOLERANCE:
+        if _difference(s, usual) > 4 * LOSS_TOLERANCE:
             return s
         rest = steps[i:]
-        if s.difference > LOSS_TOLERANCE and len(rest) >= SUSTAINED:
-            signed = [(x.loss_fp8 - x.loss_high) / max(abs(x.loss_high), 1e-12) for x in rest]
+        if _difference(s, usual) > LOSS_TOLERANCE and len(rest) >= SUSTAINED:
+            signed = [_signed(x, usual) for x in rest]
             if abs(sum(signed) / len(signed)) > LOSS_TOLERANCE:
                 return s
     return None
 
 
-def _rise(losses: Iterable[float]) -> float:
-    """Largest loss over the first, Inf when one is non-finite."""
+def _rise(losses: Iterable[float]) -> str | None:
+    """How losses rise as those of a run that fails, in words; None: they do not."""
     got = list(losses)
     if not all(math.isfinite(x) for x in got):
-        return math.inf
-    return max(got) / max(got[0], 1e-12) if got else 1.0
+        return "is not finite"
+    if not got:
+        return None
+    if got[0] > 0 and min(got) >= 0:
+        ratio = max(got) / got[0]
+        return f"rises to {ratio:.2f}× that of the first step" if ratio > RISE else None
+    middle = median(got)
+    spread = median(abs(x - middle) for x in got)
+    return f"rises from {got[0]:.4g} to {max(got):.4g}" if max(got) - got[0] > RISE_OF_SIGNED * spread > 0 else None
 
 
 def as_plain(value: Any) -> Any:

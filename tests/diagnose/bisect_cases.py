@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -160,6 +163,88 @@ def on_ranks(trial: Any) -> bool:
         return failed and dist.get_rank() == 1
     finally:
         dist.destroy_process_group()
+
+
+def _attached(trial: Any) -> bool:
+    """Whether 4.up computes in FP8."""
+    model = _model()
+    trial.attach(model)
+    return bool(trial.in_fp8(model[4].up, "4.up"))
+
+
+def a_flag_of_torch(trial: Any) -> Tensor:
+    """What torch.isnan(loss).any() is."""
+    return torch.tensor(_attached(trial))
+
+
+def a_flag_of_numpy(trial: Any) -> Any:
+    """What np.isnan(losses).any() is."""
+    return np.bool_(_attached(trial))
+
+
+def flags_of_ranks(trial: Any) -> Any:
+    """One failed."""
+    return np.array([False, _attached(trial)])
+
+
+def losses_of_numpy(trial: Any) -> Any:
+    """As np.float32 in a list."""
+    return [np.float32(2.0), np.float32("nan" if _attached(trial) else 1.0)]
+
+
+def an_array_of_losses(trial: Any) -> Any:
+    """In float16."""
+    return np.array([2.0, math.nan if _attached(trial) else 1.0], np.float16)
+
+
+def losses_while_it_trains(trial: Any) -> Any:
+    """A generator that raises as a trainer does."""
+    failed = _attached(trial)
+    yield 2.0
+    if failed:
+        raise FloatingPointError("loss is nan")
+
+
+def forgets_to_return(trial: Any) -> None:
+    """It trains, and says nothing."""
+    _attached(trial)
+
+
+def no_losses(trial: Any) -> list[float]:
+    """It trains for no step."""
+    _attached(trial)
+    return []
+
+
+def returns_a_word(trial: Any) -> str:
+    """No loss."""
+    return f"failed: {_attached(trial)}"
+
+
+def misnames(trial: Any) -> float:
+    """A mistake in the program, behind attach."""
+    _attached(trial)
+    return lsos  # type: ignore[name-defined,no-any-return]  # noqa: F821
+
+
+def misses_a_file(trial: Any) -> str:
+    """Its checkpoint is not there."""
+    _attached(trial)
+    return Path("no/such/checkpoint").read_text()
+
+
+def is_out_of_memory(trial: Any) -> bool:
+    """As on a full device: high precision needs more than FP8."""
+    if not _attached(trial):
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+    return True
+
+
+def is_out_of_host_memory(trial: Any) -> bool:
+    """As torch says it of the host."""
+    if not _attached(trial):
+        raise RuntimeError("[enforce fail at alloc_cpu.cpp:121] err == 0. DefaultCPUAllocator: can't allocate memory")
+    return True
 
 
 def never_attaches(trial: Any) -> bool:

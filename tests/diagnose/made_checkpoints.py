@@ -148,6 +148,13 @@ def foreign_scale(t: dict[str, Tensor], draw: random.Random) -> None:
     t[_weight(t, draw, _scale)].view(-1)[draw.randrange(4)] *= 2.0**14
 
 
+def foreign_scale_beside_a_smaller_one(t: dict[str, Tensor], draw: random.Random) -> None:
+    """The same, and another that is further off downwards."""
+    scales = t[_weight(t, draw, _scale)].view(-1)
+    for place, octaves in zip(draw.sample(range(4), 2), (16, -17), strict=True):
+        scales[place] *= 2.0**octaves
+
+
 def nan_code(t: dict[str, Tensor], draw: random.Random) -> None:
     """A code that is NaN."""
     name = _weight(t, draw, _scale).removesuffix("_scale_inv")
@@ -157,4 +164,13 @@ def nan_code(t: dict[str, Tensor], draw: random.Random) -> None:
 
 
 OF_TRAINING = (nan_in_a_weight, flipped_exponent, scaled_weight, nan_in_a_moment, lost_squares, negative_square)
-OF_FP8 = (no_scale, zero_scales, bad_scale, odd_shape, empty_codes, foreign_scale, nan_code)
+OF_FP8 = (
+    no_scale,
+    zero_scales,
+    bad_scale,
+    odd_shape,
+    empty_codes,
+    foreign_scale,
+    foreign_scale_beside_a_smaller_one,
+    nan_code,
+)

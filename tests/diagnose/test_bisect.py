@@ -10,7 +10,9 @@ import re
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from diagnose import bisect_cases
 
 from fp8watch.diagnose import bisect_trial, command
@@ -109,6 +111,83 @@ def test_a_training_that_raises_has_failed(here):
     assert len(found.trials) <= 4
 
 
+FLAGS_AND_LOSSES = ["a_flag_of_torch", "a_flag_of_numpy", "flags_of_ranks", "losses_of_numpy", "an_array_of_losses"]
+
+
+@pytest.mark.parametrize("case", [*FLAGS_AND_LOSSES, "losses_while_it_trains"])
+def test_flags_and_losses_are_taken_as_torch_and_numpy_give_them(here, case):
+    found = bisect(f"{CASES}{case}", operands=False, ranking=["4.up"])
+    assert (found.verdict, found.culprits) == ("fp8", ("4.up",))
+
+
+@pytest.mark.parametrize(
+    ("result", "limit", "failed"),
+    [
+        (False, None, False),
+        (torch.tensor(False), None, False),
+        (np.array([False, False]), None, False),
+        ([False, True], None, True),
+        ((False, [1.0, 9.0]), 8, True),
+        ((False, [1.0, 2.0]), 8, False),
+        ((True, [1.0]), None, True),
+        (torch.tensor(math.inf, dtype=torch.bfloat16), None, True),
+        (np.float32(3.0), 2, True),
+        (np.int64(1), 2, False),
+        (2, None, False),
+        (iter([1.0, np.float64("nan")]), None, True),
+        (None, None, None),
+        ([], None, None),
+        (torch.empty(0), None, None),
+    ],
+)
+def test_what_a_function_may_return(result, limit, failed):
+    assert bisect_trial.judged(result, limit)[0] is failed
+
+
+@pytest.mark.parametrize("result", ["nan", b"1", {"loss": 1.0}, [None, 1.0], 1j, object()])
+def test_what_is_neither_a_flag_nor_a_loss_is_refused(result):
+    with pytest.raises(TypeError, match="must be True, False, a loss, or losses in order"):
+        bisect_trial.judged(result, None)
+
+
+@pytest.mark.parametrize(
+    ("case", "word"),
+    [
+        ("forgets_to_return", "None"),
+        ("no_losses", "no losses"),
+        ("returns_a_word", "str"),
+        ("misnames", "lsos"),
+        ("misses_a_file", "no/such/checkpoint"),
+        ("is_out_of_memory", "out of memory"),
+        ("is_out_of_host_memory", "allocate memory"),
+        ("no_such_function", "no_such_function"),
+    ],
+)
+def test_what_says_nothing_of_the_training_is_no_failure(here, tmp_path, case, word):
+    state = tmp_path / "state.json"
+    with pytest.raises(TrialError, match=f"without a result .*{word}"):
+        bisect(f"{CASES}{case}", state=state)
+    assert not state.exists() or all(not t["leave"] for t in json.loads(state.read_text())["trials"])
+
+
+def test_of_ranks_those_without_losses_leave_the_word_to_the_others(here, monkeypatch):
+    said = {0: [], 1: [2.0]}
+
+    def ranks(self, request):
+        for rank, result in said.items():
+            monkeypatch.setenv("RANK", str(rank))
+            monkeypatch.setattr(bisect_cases, "sound", lambda trial, r=result: (bisect_cases._attached(trial), r)[1])
+            bisect_trial.main([str(request)])
+        return "exit status 0"
+
+    monkeypatch.setattr(bisect_room._Trials, "_process", ranks)
+    found = bisect(f"{CASES}sound", nproc=2)
+    assert (found.verdict, found.trials[0].said) == ("not-reproduced", "1 losses, the last 2")
+    said[1] = "a word"
+    with pytest.raises(TrialError, match="str"):
+        bisect(f"{CASES}sound", nproc=2)
+
+
 def test_an_interrupted_bisection_goes_on_where_it_was(here, tmp_path, capsys):
     state = tmp_path / "state.json"
 
@@ -134,6 +213,46 @@ def test_an_interrupted_bisection_goes_on_where_it_was(here, tmp_path, capsys):
     assert "With 5.down.input in high precision it does not fail" in said.out
     assert "trial 1: nothing in high precision: fails" in said.err
     assert command.main(["bisect", "nowhere"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("option", "file", "word"),
+    [
+        ("--state", "none/s.json", "state="),
+        ("--state", ".", "state="),
+        ("--svg", "none/s.svg", "there is no folder"),
+        ("--svg", ".", "is a folder"),
+    ],
+)
+def test_what_cannot_be_written_is_said_before_the_first_trial(here, tmp_path, capsys, option, file, word):
+    assert command.main(["bisect", f"{CASES}an_input", option, str(tmp_path / file)]) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith("fp8watch diagnose bisect: ")
+    assert word in said.err
+    assert str(tmp_path) in said.err
+    assert said.err.count("\n") == 1
+    assert "trial" not in said.err.replace(str(tmp_path), "")
+
+
+def test_an_error_of_files_ends_with_two_and_is_traced_where_asked(here, tmp_path, monkeypatch, capsys):
+    asked = ["bisect", f"{CASES}sound", "--state", str(tmp_path / "s.json"), "--svg", str(tmp_path / "s.svg")]
+
+    def full(*_args, **_more):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(bisect_room.tempfile, "TemporaryDirectory", full)
+        assert command.main(asked) == 2
+        with pytest.raises(OSError, match="No space left"):
+            command.main([*asked, "--traceback"])
+    with monkeypatch.context() as broken:
+        broken.setattr(Path, "write_text", lambda self, *a, **k: full() if self.suffix == ".svg" else 0)
+        broken.setattr(bisect_room._Trials, "_save", lambda self: None)
+        broken.setattr(bisect_room._Trials, "_run", lambda self, leave: bisect_room.TrialResult((), False, "sound"))
+        assert command.main(asked) == 2
+    said = capsys.readouterr()
+    assert said.err.count("fp8watch diagnose bisect: [Errno 28] No space left on device") == 2
+    assert "It does not fail (sound)" in said.out  # what was found is not lost with its picture
 
 
 def test_a_trial_without_a_result_is_no_result(here, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,48 @@ def test_a_single_bad_layer_stays_in_high_precision_and_attach_reads_that_back(t
         assert "layers.4.down (the recipe leaves it in high precision)" in said, said
     with fp8watch.attach(model, recipe=fp8watch.observe(got.recipe)):
         assert sum(isinstance(m, WatchedLinear) for m in model.modules()) == 24  # to observe is not to convert
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_loss_that_is_not_finite_is_refused(bad: float) -> None:
+    model, _ = trained(2)
+    given = [*batches(2), (batches(1)[0][0] * bad, batches(1)[0][1]), *batches(1)]
+    with pytest.raises(
+        ValueError, match=r"the loss is nan in high precision: there is nothing to measure; give batches"
+    ):
+        calibrate(model, given)
+    assert calibrate(model, given[:2]).steps == 2
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_an_operand_that_is_not_finite_is_served_by_no_recipe(bad: float) -> None:
+    model, _ = trained(2)
+
+    def spoilt(_m: nn.Module, _args: Any, out: Tensor) -> None:
+        out.register_hook(lambda grad: torch.full_like(grad, bad))
+
+    model.layers[0].gate.register_forward_hook(spoilt)
+    got = calibrate(model, batches(2))
+    assert got.reasons == {"layers.0.gate": "grad_output is not finite in 2 of 2 steps"}
+    assert got.recipe.high_precision_modules == ("layers.0.gate",)
+    site = next(s for s in got.sites if (s.module, s.operand) == ("layers.0.gate", "grad_output"))
+    assert site.suggested is None
+    assert {s.suggested for s in got.sites if s is not site} == {"current"}
+
+
+def test_what_was_not_measured_is_not_fine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fp8watch.diagnose.operand_costs.OperandCosts.tile_sqnr_db", None)
+    got = calibrate(trained(2, layers=1)[0], batches(1))
+    assert got.reasons["layers.0.gate"] == "input was not measured"
+    assert {s.suggested for s in got.sites} == {None}
+
+
+def test_an_operand_of_zeros_loses_nothing() -> None:
+    model, _ = trained(2, layers=1)
+    torch.nn.init.zeros_(model.lm_head.weight)  # no gradient comes to the layers
+    got = calibrate(model, batches(1))
+    assert got.reasons == {}
+    assert {s.suggested for s in got.sites} == {"current"}
 
 
 def test_the_first_steps_of_a_training_show_how_long_it_takes_to_settle() -> None:

@@ -75,6 +75,32 @@ def test_each_fault_is_named_with_its_tensor(base, tmp_path, fault):
     assert {f.removesuffix("_scale_inv").removesuffix("_sq") for f in failed} == roots
 
 
+def squares_alone(base, keep):
+    """The training's checkpoint without the first moments, but those to keep."""
+    return {k: v.clone() for k, v in base[0].items() if not k.endswith("exp_avg") or keep(k)}
+
+
+def test_second_moments_without_first_ones_are_looked_at(base, tmp_path):
+    alone = squares_alone(base, lambda name: False)
+    assert check_checkpoint(made.save(alone, tmp_path, "torch.save")).findings == []  # as Adafactor keeps them
+    squares = sorted(name for name in alone if name.endswith("exp_avg_sq"))
+    alone[squares[0]].view(-1)[2] = float("nan")
+    alone[squares[1]].view(-1)[1] = -1e-8
+    alone[squares[2]] = alone[squares[2]].half()
+    report = check_checkpoint(made.save(alone, tmp_path, "torch.save"))
+    found = [(f.status, f.tensor.removeprefix("state."), f.check) for f in report.findings]
+    assert sorted(found[:2]) == [("FAIL", squares[0], "finite"), ("FAIL", squares[1], "moments")]
+    assert found[2:] == [("WARN", squares[2], "moment dtype")] * 2  # by itself, and beside the others
+    assert report.num_moments == 0
+
+
+def test_a_first_moment_that_is_lost_is_a_warning(base, tmp_path):
+    lost = "optimizer.state.2.0.weight.exp_avg"
+    report = check_checkpoint(made.save(squares_alone(base, lambda name: name != lost), tmp_path, "torch.save"))
+    assert [(f.status, f.tensor, f.check) for f in report.findings] == [("WARN", f"state.{lost}_sq", "moments")]
+    assert "no exp_avg" in report.findings[0].said
+
+
 def test_one_element_that_is_most_of_a_weight_is_named(tmp_path):
     weights = {
         name: torch.randn(64, 64, generator=torch.Generator().manual_seed(3)) / 8 for name in ("sound", "flipped")

@@ -107,7 +107,10 @@ def test_calibrate_writes_a_file_that_is_a_recipe(subject: str, capsys: Any, tmp
         (["diagnose", "what-if", "--run", "r"], "no collector"),
         (["diagnose", "what-if", "--run", "r", "--collector", "http://127.0.0.1:9"], "was not reached"),
         (["diagnose", "what-if", "{}:build", "--history", "9"], "gave 8 batches"),
+        (["diagnose", "loss-impact", "{}:build", "--svg", "none/a.svg"], "--svg none/a.svg: there is no folder none"),
         (["calibrate", "{}:build", "-o", "r.txt"], "must end in .toml"),
+        (["calibrate", "{}:build", "-o", "none/r.toml"], "-o none/r.toml: there is no folder none"),
+        (["calibrate", "{}:build", "--svg", "."], "--svg .: is a folder"),
         (["calibrate", "{}:empty"], "batches is empty"),
     ],
 )

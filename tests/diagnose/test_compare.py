@@ -245,6 +245,41 @@ def test_the_verdict_is_part_of_the_public_surface() -> None:
     assert isinstance(compare_bf16(make_model(), make_batches(1), loss_of), Verdict)
 
 
+NOISE = (-0.4, 0.9, -1.1, 0.3, 1.4, -0.8, 0.002, -0.5, 1.0, -0.2)
+"""A loss that may be negative, as that of a policy gradient."""
+
+
+def both(high: Any, fp8: Any) -> Verdict:
+    return judge(
+        tuple(StepPair(i, b, a) for i, (a, b) in enumerate(zip(high, fp8, strict=True))), (), "current", "BF16"
+    )
+
+
+def test_losses_that_cross_zero_are_not_held_against_the_first_of_them() -> None:
+    near = [x + 1e-3 * (-1) ** i for i, x in enumerate(NOISE)]  # 50 % of the one that is next to 0
+    healthy = both(NOISE, near)
+    assert healthy.verdict == "shared"
+    assert "over 10 steps the losses stay within" in str(healthy)
+    lost = both(NOISE, [*NOISE[:4], math.nan, *NOISE[5:]])
+    assert (lost.verdict, lost.first_diverging_step) == ("fp8", 4)
+    drifts = both(NOISE, [*NOISE[:4], *(x + 0.1 * i for i, x in enumerate(NOISE[4:], 1))])
+    assert (drifts.verdict, drifts.first_diverging_step) == ("fp8", 4)
+    assert "7.14% apart" in str(drifts)  # 0.1 of 1.4
+    assert both([-2.0, 3.0], [-2.0, 4.0]).verdict == "fp8"  # two losses say nothing of a rise
+
+
+def test_losses_that_cross_zero_and_explode_in_both_are_shared_however_far_apart() -> None:
+    grow = [*NOISE, 1e2, 1e4]
+    said = both(grow, [*NOISE, 3e2, 5e5])
+    assert said.verdict == "shared"
+    assert "its loss rises from -0.4 to 1e+04, FP8's rises from -0.4 to 5e+05" in str(said)
+    assert both(grow, [*NOISE, *NOISE[:2]]).verdict == "fp8"
+    rises = both([2.0, 3.0, 4.0], [2.0, 3.0, math.nan])
+    assert (rises.verdict, rises.sentence) == (
+        "shared", "BF16 does the same: its loss rises to 2.00× that of the first step, FP8's is not finite."
+    )  # fmt: skip
+
+
 def test_where_fp8_explains_it_the_switches_come_in_the_order_to_try() -> None:
     apart = (StepPair(0, 2.5, 2.5), StepPair(1, 9.0, 2.4))
     layers = (LayerPair("mlp.up", 0.5, 0, 0.1, 0.1),)

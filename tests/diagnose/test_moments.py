@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import json
+import math
 from typing import Any
 
 import pytest
@@ -102,3 +104,13 @@ def test_what_cannot_work_is_refused() -> None:
         moments_what_if(model, [], optimizer=optimizer)
     with pytest.raises(ValueError, match="SGD keeps no moments"):
         moments_what_if(model, batch, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_a_training_that_breaks_in_a_format_is_json_all_the_same() -> None:
+    huge = moments_what_if(
+        Weight(), [torch.tensor([3e38, 1.0, 1.0, 1.0])] * 2, formats=["fp16"], steps=2,
+        optimizer=lambda p: torch.optim.SGD(p, lr=1.0, momentum=0.9),
+    )  # fmt: skip
+    assert not math.isfinite(huge.formats[0].drift)
+    plain = json.loads(json.dumps(huge.as_json(), allow_nan=False))
+    assert plain["formats"][0]["drift"] in ("nan", "inf")

@@ -12,6 +12,8 @@ FORMATS = f"{T}/test_formats.py"
 WHAT_IF = f"{T}/test_what_if.py"
 MOMENTS = f"{T}/test_moments.py"
 COLLECTIVES = f"{T}/test_collectives.py"
+COMPARE = f"{T}/test_compare.py"
+COMMANDS = f"{T}/test_commands.py"
 CALIBRATE = f"{T}/test_calibrate.py"
 BUGS = [
     Bug("an impact has the size and sign of what the loss does", "loss_impact:ImpactSums.add",
@@ -41,6 +43,14 @@ BUGS = [
     Bug("a module that the recipe keeps is not converted", "attach:attach",
         "kept=chosen.high_precision_modules", "kept=()",
         f"{CALIBRATE}::test_a_single_bad_layer_stays_in_high_precision_and_attach_reads_that_back"),
+    Bug("a loss that is not finite is not calibrated", "calibrate:_Seen.step", "if not math.isfinite(loss):", "if False:",
+        f"{CALIBRATE}::test_a_loss_that_is_not_finite_is_refused"),
+    Bug("an operand that is not finite is served by no recipe", "calibrate:_Seen._why", "if steps := self.nonfinite.get((module, operand)):",
+        "if steps := 0:", f"{CALIBRATE}::test_an_operand_that_is_not_finite_is_served_by_no_recipe"),
+    Bug("what was not measured is not fine", "calibrate:_Seen._why", "if math.isnan(sqnr) and max(", "if False and max(",
+        f"{CALIBRATE}::test_what_was_not_measured_is_not_fine"),
+    Bug("an operand of zeros loses nothing", "calibrate:_Seen._why", " and max(self.amax[module, operand]) > 0", "",
+        f"{CALIBRATE}::test_an_operand_of_zeros_loses_nothing"),
     Bug("an unknown key of a recipe file is refused", "fp8watch.recipe.file:_known",
         "    if unknown:", "    if unknown and False:",
         f"{CALIBRATE}::test_a_file_that_cannot_be_meant_is_refused_by_name"),
@@ -52,6 +62,19 @@ BUGS = [
         f"{COLLECTIVES}::test_a_sum_in_bf16_is_that_of_ranks_which_add_one_after_the_other_and_nothing_of_the_callers_changes"),
     Bug("a scale leaves room for the sum", "collectives:_scale", "(len(g) if f.reserve else 1)", "1",
         f"{COLLECTIVES}::test_without_room_for_the_sum_it_clips_and_with_it_small_gradients_are_flushed"),
+    Bug("losses that may be negative are not held against the first", "verdict:_rise",
+        "if got[0] > 0 and min(got) >= 0:\n        ratio = max(got) / got[0]", "if True:\n        ratio = max(got) / max(got[0], 1e-12)",
+        f"{COMPARE}::test_losses_that_cross_zero_are_not_held_against_the_first_of_them"),
+    Bug("a loss next to zero is not held against itself", "verdict:_usual", "median(map(abs, high)) if", "0.0 if",
+        f"{COMPARE}::test_losses_that_cross_zero_are_not_held_against_the_first_of_them"),
+    Bug("losses that may be negative rise as well", "verdict:_rise", "RISE_OF_SIGNED * spread > 0", "math.inf",
+        f"{COMPARE}::test_losses_that_cross_zero_and_explode_in_both_are_shared_however_far_apart"),
+    Bug("a picture that cannot be written is told before anything is computed", "diagnose.command:main",
+        "        check_files(args)\n", "", f"{COMMANDS}::test_what_cannot_work_is_said_in_one_line"),
+    Bug("a sum without noise is JSON", "collectives:CollectivesWhatIf.as_json", "as_plain(asdict(self))", "asdict(self)",
+        f"{COLLECTIVES}::test_the_command_says_it_as_a_table_as_json_and_as_a_picture"),
+    Bug("moments that break are JSON", "moments:MomentsWhatIf.as_json", "as_plain(asdict(self))", "asdict(self)",
+        f"{MOMENTS}::test_a_training_that_breaks_in_a_format_is_json_all_the_same"),
     *CHECKPOINT_BUGS,
     *BISECT_BUGS,
     *FIX_BUGS,

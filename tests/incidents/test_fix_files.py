@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.server
 import re
 import threading
@@ -10,6 +11,7 @@ import pytest
 import yaml
 from torch import nn
 
+from fp8watch.diagnose.tell_incident import tell_incident
 from fp8watch_agent import fix_command
 from fp8watch_server.incidents.fix_files import TARGETS, FixError, fix_file
 
@@ -105,12 +107,17 @@ def test_the_recipe_file_is_read_by_attach(tmp_path):
         assert same == {k: v for k, v in recipe.facts().items() if not k.startswith("flag.")}
 
 
-@pytest.fixture
-def collector():
-    """Answers with the path that it was asked for, or refuses."""
+@contextlib.contextmanager
+def listening(asked):
+    """Answers with the path that it was asked for, or refuses. asked: paths and tokens."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self):
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.do_GET()
+
         def do_GET(self):
+            asked.append((self.path, self.headers["Authorization"]))
             refuse = "/none/" in self.path
             body = b'{"detail": "there is no incident", "remedy": "list them"}' if refuse else self.path.encode()
             self.send_response(404 if refuse else 200)
@@ -128,6 +135,12 @@ def collector():
     server.server_close()
 
 
+@pytest.fixture
+def collector():
+    with listening([]) as url:
+        yield url
+
+
 def test_the_command_asks_the_collector_of_the_page(collector, tmp_path, capsys, monkeypatch):
     monkeypatch.delenv("FP8WATCH_COLLECTOR", raising=False)
     out = tmp_path / "fix.yaml"
@@ -141,6 +154,43 @@ def test_the_command_asks_the_collector_of_the_page(collector, tmp_path, capsys,
     assert fix_command.main(["abc", "--for", "torchao"]) == 2
     assert "no collector" in capsys.readouterr().err
     assert fix_command.main(["abc", "--for", "torchao", "--collector", "http://127.0.0.1:9"]) == 2
+
+
+def test_a_token_goes_to_the_collector_that_it_is_for_whatever_the_address_says(capsys, monkeypatch):
+    of_own, of_other = [], []
+    token = "t" * 20
+    with listening(of_own) as own, listening(of_other) as other:
+        monkeypatch.setenv("FP8WATCH_TOKEN", token)
+        monkeypatch.setenv("FP8WATCH_COLLECTOR", f"{own}/")
+        page = f"{other}/incidents/abc"
+        assert fix_command.main([page, "--for", "torchao"]) == 0
+        tell_incident("bisection", {}, page)
+        assert of_other == []
+        assert [path.split("?")[0] for path, _ in of_own] == [
+            "/api/v1/incidents/abc/fix",
+            "/v1/incidents/abc/bisection",
+        ]
+        assert {said for _, said in of_own} == {f"Bearer {token}"}
+        monkeypatch.setenv("FP8WATCH_COLLECTOR", f"{own}/none/")  # which does not know it
+        for tell in (
+            lambda: tell_incident("bisection", {}, page),
+            lambda: fix_command.fetch(page, "torchao", [], f"{own}/none"),
+        ):
+            with pytest.raises(
+                (OSError, ValueError), match=rf"the token is for {own}/none alone; .* set FP8WATCH_COLLECTOR={other}"
+            ):
+                tell()
+        assert of_other == []
+        # said by hand; or no other is known, or named; or none to give away
+        tell_incident("bisection", {}, page, token=token)
+        assert fix_command.main([page, "--for", "torchao", "--collector", other]) == 0
+        monkeypatch.delenv("FP8WATCH_COLLECTOR")
+        assert fix_command.main([page, "--for", "torchao"]) == 0
+        assert [said for _, said in of_other] == [f"Bearer {token}"] * 3
+        monkeypatch.delenv("FP8WATCH_TOKEN")
+        monkeypatch.setenv("FP8WATCH_COLLECTOR", own)
+        assert fix_command.main([page, "--for", "torchao"]) == 0
+        assert of_other[3:] == [("/api/v1/incidents/abc/fix?for=torchao", None)]
 
 
 def test_the_command_knows_the_same_targets_as_the_collector():
