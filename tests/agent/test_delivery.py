@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -23,8 +24,9 @@ from support.agents import (
     serve,
 )
 
-from fp8watch_agent import wire
+from fp8watch_agent import sync, wire
 from fp8watch_agent.batch import PROMPT_STEPS
+from fp8watch_agent.folder_watch import FolderWatch
 from fp8watch_agent.record import FIELD_BY_NAME, HISTOGRAMS, STEP, Measured, empty_rows
 from fp8watch_agent.recorder import Recorder
 from fp8watch_agent.session import Session
@@ -441,6 +443,43 @@ def test_close_says_that_the_session_ended(collector: Collector, settings: Agent
     assert recorder.flush(10)
     assert collector.farewells() == []
     recorder.close()
+    (farewell,) = collector.farewells()
+    assert farewell.header.health["ended"] == 1.0
+
+
+def test_what_is_recorded_while_a_poll_ends_is_sent_by_close(
+    collector: Collector, settings: AgentSettings, session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_its_end, go_on = threading.Event(), threading.Event()
+    recorder = Recorder(replace(settings, collector=collector.url, batch_interval_s=60.0), session)
+    assert eventually(lambda: bool(collector.sessions))
+
+    def look(self: FolderWatch) -> None:
+        at_its_end.set()
+        go_on.wait(10)
+
+    monkeypatch.setattr(FolderWatch, "look", look)
+    assert at_its_end.wait(10)
+    record(recorder, [0])  # the poll has looked for steps already
+    threading.Timer(0.1, go_on.set).start()
+    recorder.close(10)
+    assert collector.steps() == [0]
+    assert len(collector.farewells()) == 1
+    assert not list(settings.spool_dir.glob("*.*"))
+
+
+@pytest.mark.parametrize("status", [429, 503, 401])
+def test_an_end_that_is_not_taken_is_spooled(
+    collector: Collector, settings: AgentSettings, session: Session, status: int
+) -> None:
+    recorder = Recorder(replace(settings, collector=collector.url), session)
+    record(recorder, [0])
+    assert recorder.flush(10)
+    collector.always = Reply(status, {"Retry-After": "60"})
+    recorder.close(10)
+    assert collector.farewells() == []
+    collector.always = None
+    assert sync.main(["--spool-dir", str(settings.spool_dir), "--collector", collector.url]) == 0
     (farewell,) = collector.farewells()
     assert farewell.header.health["ended"] == 1.0
 

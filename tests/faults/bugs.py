@@ -265,6 +265,20 @@ BUGS = (
         "tests/agent/test_promises.py::test_exit_is_in_time_with_a_collector_that_swallows_everything",
     ),
     Bug(
+        "close ends no sender whose poll began before it",
+        "sender:Sender._run",
+        "            self._guard.emit()\n",
+        "            self._guard.emit()\n            closing = self.deadline is not None\n",
+        f"{DELIVERY}::test_what_is_recorded_while_a_poll_ends_is_sent_by_close",
+    ),
+    Bug(
+        "an end that the collector does not take is kept",
+        "sender:Sender._send_end",
+        "            if receipt.verdict is ResponseMeaning.ACKNOWLEDGED:\n",
+        "            if True:\n",
+        f"{DELIVERY}::test_an_end_that_is_not_taken_is_spooled",
+    ),
+    Bug(
         "a forked child is inert",
         "recorder",
         "os.register_at_fork(after_in_child=_inert_after_fork)\n",
