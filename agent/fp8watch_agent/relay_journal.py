@@ -126,15 +126,26 @@ class Journal:
 
     def _open(self, file: int) -> None:
         fd = os.open(self._path(file), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        folder = os.open(self._directory, os.O_RDONLY)
         try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
-        if self._fd >= 0:
-            os.close(self._fd)
+            folder = os.open(self._directory, os.O_RDONLY)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
+        except OSError:  # the next one that is opened has this name again
+            os.close(fd)
+            self._path(file).unlink(missing_ok=True)
+            raise
+        self._close()
         self._fd, self._file = fd, file
         self._sizes[file] = 0
+
+    def _close(self) -> None:
+        """Close the file that is written to, once: after an error, too, its number may be that of another file."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            with contextlib.suppress(OSError):  # what was answered for is on disk
+                os.close(fd)
 
     @property
     def num_waiting(self) -> int:
@@ -242,8 +253,7 @@ class Journal:
             part.write_text(f"{done[0]} {done[1]}")
             os.replace(part, self._directory / POSITION)
             if not self._waiting and self._fd >= 0 and self._sizes[self._file] >= DRAINED_BYTES:
-                os.close(self._fd)
-                self._fd = -1
+                self._close()
                 self._forget(self._file + 1)
             self._forget(self._waiting[0].file if self._waiting else self._file)
 
@@ -262,8 +272,7 @@ class Journal:
             if self._fd >= 0:
                 with contextlib.suppress(OSError):
                     os.fsync(self._fd)
-                os.close(self._fd)
-                self._fd = -1
+            self._close()
 
 
 def _entry_at(raw: bytes, file: int, at: int) -> Entry | None:

@@ -101,6 +101,13 @@ RELAY = [
         f"{T}::test_a_file_of_which_nothing_waits_is_given_up",
     ),
     Bug(
+        "a journal whose close fails is closed once",
+        "relay_journal:Journal._close",
+        "        fd, self._fd = self._fd, -1\n",
+        "        fd = self._fd\n",
+        f"{T}::test_a_journal_whose_close_fails_is_closed_once",
+    ),
+    Bug(
         "what is delivered takes away itself alone",
         "relay_journal:Journal.advance",
         "while self._waiting and (self._waiting[0].file, self._waiting[0].at) <= place:",

@@ -17,6 +17,7 @@ import pytest
 from collector.fake_collector import FakeCollector
 from collector.killing import SITES
 from collector.kit import Agent
+from support.agents import close_fails, taken_over
 
 from fp8watch_agent import relay_express, relay_forward
 from fp8watch_agent.batch import Kind
@@ -321,6 +322,23 @@ def test_a_file_of_which_nothing_waits_is_given_up(tmp_path: Path) -> None:
     (found,) = again.first(9, MIB)
     assert (found.seq, again.body(found)) == (64, b"last")
     assert found.taken_at == last.taken_at
+    again.close()
+
+
+def test_a_journal_whose_close_fails_is_closed_once(tmp_path: Path) -> None:
+    journals = Journals(tmp_path, 8 * MIB)
+    first = journals.append(Kind.BATCH, "a", 0, 1, bytes(300_000))
+    with close_fails() as closed:
+        journals.advance(first)
+    with taken_over(tmp_path / "other", closed[0]):
+        journals.advance(journals.append(Kind.BATCH, "a", 1, 1, bytes(300_000)))
+        journals.append(Kind.BATCH, "a", 2, 1, b"last")
+        with close_fails() as closed:
+            journals.close()
+        with taken_over(tmp_path / "another", closed[0]):
+            journals.close()
+    again = Journals(tmp_path, 8 * MIB)
+    assert [entry.seq for entry in again.first(9, MIB)] == [2]
     again.close()
 
 

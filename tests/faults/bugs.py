@@ -203,6 +203,20 @@ BUGS = (
         f"{SPOOL}::test_a_full_disk_takes_back_what_was_begun",
     ),
     Bug(
+        "a spool file whose close fails is given up",
+        "spool:Spool._seal",
+        "        writer, self._writer = self._writer, None\n",
+        "        writer = self._writer\n",
+        f"{SPOOL}::test_a_file_whose_close_fails_is_closed_once",
+    ),
+    Bug(
+        "a ring whose close fails is closed once",
+        "ring_memory:RingMemory.release",
+        "        fd, self._fd = self._fd, -1  #",
+        "        fd = self._fd  #",
+        f"{RING}::test_a_ring_whose_close_fails_is_closed_once",
+    ),
+    Bug(
         "a full disk is survived",
         "sender:Sender._keep",
         "        except OSError as e:\n            self._warn(\"spool\"",
