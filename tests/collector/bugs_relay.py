@@ -101,6 +101,21 @@ RELAY = [
         f"{T}::test_a_file_of_which_nothing_waits_is_given_up",
     ),
     Bug(
+        "a full disk keeps no file that is delivered",
+        "relay_journal:Journal.advance",
+        "            self._forget(self._waiting[0].file if self._waiting else self._file)\n",
+        "            (self._directory / f'{POSITION}.new').write_text('')\n"
+        "            self._forget(self._waiting[0].file if self._waiting else self._file)\n",
+        f"{T}::test_on_a_full_disk_what_is_delivered_is_deleted",
+    ),
+    Bug(
+        "a full disk sends no batch again",
+        "relay_journal:Journal.advance",
+        "with contextlib.suppress(OSError):",
+        "with contextlib.suppress(LookupError):",
+        f"{T}::test_on_a_full_disk_no_batch_is_sent_again",
+    ),
+    Bug(
         "a journal whose close fails is closed once",
         "relay_journal:Journal._close",
         "        fd, self._fd = self._fd, -1\n",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import struct
 import subprocess
 import sys
@@ -23,7 +25,7 @@ from fp8watch_agent import relay_express, relay_forward
 from fp8watch_agent.batch import Kind
 from fp8watch_agent.relay import Relay
 from fp8watch_agent.relay_collectors import read_collectors
-from fp8watch_agent.relay_journal import Full
+from fp8watch_agent.relay_journal import POSITION, Full
 from fp8watch_agent.relay_journals import Journals
 from fp8watch_agent.settings import AgentSettings
 from fp8watch_agent.transport import SESSION_KEY
@@ -323,6 +325,55 @@ def test_a_file_of_which_nothing_waits_is_given_up(tmp_path: Path) -> None:
     assert (found.seq, again.body(found)) == (64, b"last")
     assert found.taken_at == last.taken_at
     again.close()
+
+
+def no_room_for_the_position(monkeypatch: pytest.MonkeyPatch) -> None:
+    write_text = Path.write_text
+
+    def write(self: Path, *args: Any) -> int:
+        if self.name.startswith(POSITION):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write_text(self, *args)
+
+    monkeypatch.setattr(Path, "write_text", write)
+
+
+def test_on_a_full_disk_what_is_delivered_is_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journals = Journals(tmp_path, 8 * MIB)
+    entries = [journals.append(Kind.BATCH, "a", seq, 1, bytes(600_000)) for seq in range(6)]  # two in a file
+    no_room_for_the_position(monkeypatch)
+    for entry in entries[:3]:
+        journals.advance(entry)
+    assert len(list(tmp_path.rglob("*.relay"))) == 2
+    assert [entry.seq for entry in journals.first(9, MIB)] == [3]
+    journals.close()
+    again = Journals(tmp_path, 8 * MIB)
+    assert [entry.seq for entry in again.first(9, 8 * MIB)] == [2, 3, 4, 5], "one comes again: its key is known"
+    for entry in again.first(9, 8 * MIB):
+        again.advance(entry)
+    assert not list(tmp_path.rglob("*.relay"))[1:]
+    assert again.append(Kind.BATCH, "a", 6, 1, b"last").file > entries[-1].file
+    again.close()
+
+
+def test_on_a_full_disk_no_batch_is_sent_again(
+    tmp_path: Path,
+    collectors: list[FakeCollector],
+    relays: Callable[..., Relay],
+    agent_of: Callable[..., Agent],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    first = collectors[0]
+    relay = relays(tmp_path, first.url, join_s=0.3)
+    agents = [agent_of(relay, rank=rank) for rank in range(3)]
+    no_room_for_the_position(monkeypatch)
+    for step in range(1, 9):
+        for agent in agents:
+            agent.send(SITES, [step])
+    until(lambda: relay.health()["waiting"] == 0, relay.health)
+    assert [first.of("run-0", rank) for rank in range(3)] == [list(range(1, 9))] * 3
+    assert first.repeated == 0
+    assert relay.health()["problem"] == ""
 
 
 def test_a_journal_whose_close_fails_is_closed_once(tmp_path: Path) -> None:
