@@ -26,6 +26,7 @@ from fp8watch_agent.wire import WireError, decompress
 
 MAGIC = b"FP8WSPL\x01"
 SEGMENT_SUFFIX = ".spool"
+REFUSED_FOLDER = "refused"
 KIND_REGISTRATION = 0
 FRAME = struct.Struct("<8sIIQQQQII")  # magic, kind, records, seq, number, records before, ring position, length, CRC
 HEADER_CRC = struct.Struct("<I")
@@ -220,6 +221,6 @@ def quarantine(directory: Path, session: str, parcel: Parcel, reason: str) -> No
     Raises:
         OSError: it cannot be written.
     """
-    folder = directory / "refused"
+    folder = directory / REFUSED_FOLDER
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     (folder / f"{session}-{parcel.seq}-{reason}.zst").write_bytes(parcel.body)

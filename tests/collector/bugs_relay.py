@@ -101,6 +101,27 @@ RELAY = [
         f"{T}::test_a_file_of_which_nothing_waits_is_given_up",
     ),
     Bug(
+        "what is refused takes no more than its room",
+        "relay_refused:Refused._has_room",
+        "sum(sizes) + num_bytes <= MAX_BYTES",
+        "num_bytes <= MAX_BYTES",
+        f"{T}::test_what_is_refused_takes_no_more_than_its_room",
+    ),
+    Bug(
+        "what is refused has no more than so many files",
+        "relay_refused:Refused._has_room",
+        "len(sizes) < MAX_FILES and ",
+        "",
+        f"{T}::test_a_session_of_somebody_else_is_refused_for_good",
+    ),
+    Bug(
+        "a refusal is said once",
+        "relay_refused:Refused.keep",
+        "        if first:\n",
+        "        if True:\n",
+        f"{T}::test_a_session_of_somebody_else_is_refused_for_good",
+    ),
+    Bug(
         "a full disk keeps no file that is delivered",
         "relay_journal:Journal.advance",
         "            self._forget(self._waiting[0].file if self._waiting else self._file)\n",

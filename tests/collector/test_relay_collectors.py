@@ -21,12 +21,13 @@ from collector.killing import SITES
 from collector.kit import Agent
 from support.agents import close_fails, taken_over
 
-from fp8watch_agent import relay_express, relay_forward
-from fp8watch_agent.batch import Kind
+from fp8watch_agent import relay_express, relay_forward, relay_refused
+from fp8watch_agent.batch import Kind, Parcel
 from fp8watch_agent.relay import Relay
 from fp8watch_agent.relay_collectors import read_collectors
 from fp8watch_agent.relay_journal import POSITION, Full
 from fp8watch_agent.relay_journals import Journals
+from fp8watch_agent.relay_refused import Refused
 from fp8watch_agent.settings import AgentSettings
 from fp8watch_agent.transport import SESSION_KEY
 
@@ -239,8 +240,15 @@ def test_a_run_whose_database_hangs_leaves_a_way_to_the_others(
 
 
 def test_a_session_of_somebody_else_is_refused_for_good(
-    tmp_path: Path, collectors: list[FakeCollector], relays: Callable[..., Relay], agent_of: Callable[..., Agent]
+    tmp_path: Path,
+    collectors: list[FakeCollector],
+    relays: Callable[..., Relay],
+    agent_of: Callable[..., Agent],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    """All of it is counted, some of it is kept, and it is said once."""
+    monkeypatch.setattr(relay_refused, "MAX_FILES", 3)
     first = collectors[0]
     relay = relays(tmp_path, first.url)
     stranger, other = agent_of(relay), agent_of(relay, "run-0", 1)
@@ -251,6 +259,19 @@ def test_a_session_of_somebody_else_is_refused_for_good(
     until(lambda: relay.health()["waiting"] == 0, relay.health)
     assert (relay.health()["refused"], relay.health()["delivered"]) == (5, 5)
     assert first.of("run-0", 1) == [1, 2, 3, 4, 5]
+    assert len(list(tmp_path.glob("relay/refused/*"))) == 3
+    assert len([r for r in caplog.records if "is refused (http_403); it is kept" in r.getMessage()]) == 1
+
+
+def test_what_is_refused_takes_no_more_than_its_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relay_refused, "MAX_BYTES", 3500)
+    for seq in range(5):
+        Refused(tmp_path).keep("a", Parcel(Kind.BATCH, seq, bytes(1000), 1), "http_422")
+    kept = sorted((tmp_path / "refused").iterdir())
+    assert [path.name for path in kept] == [f"a-{seq}-http_422.zst" for seq in range(3)]
+    kept[0].unlink()
+    Refused(tmp_path).keep("b", Parcel(Kind.BATCH, 0, bytes(1000), 1), "http_422")
+    assert len(list((tmp_path / "refused").iterdir())) == 3, "who takes files away makes room"
 
 
 def test_a_relay_that_starts_again_sends_the_newest_broken_batch_first(
