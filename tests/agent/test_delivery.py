@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import threading
 import time
+import weakref
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,12 +28,14 @@ from support.agents import (
 )
 
 from fp8watch_agent import sync, wire
-from fp8watch_agent.batch import PROMPT_STEPS
+from fp8watch_agent.batch import PROMPT_STEPS, Kind, Parcel
 from fp8watch_agent.folder_watch import FolderWatch
 from fp8watch_agent.record import FIELD_BY_NAME, HISTOGRAMS, STEP, Measured, empty_rows
 from fp8watch_agent.recorder import Recorder
-from fp8watch_agent.session import Session
+from fp8watch_agent.session import Registration, Session
 from fp8watch_agent.settings import AgentSettings
+from fp8watch_agent.transport import Answer, Transport
+from fp8watch_agent.uploader import Uploader
 from fp8watch_agent.wire import decode_histogram, encode_histogram
 
 
@@ -322,6 +327,26 @@ def test_a_wrong_token_holds_and_warns_once(
     assert recorder.health().records.spooled == 15
     assert "Bearer fp8w_wrong" in collector.tokens
     assert [p for _, p, _ in collector.requests].count("/v1/batches") == 1, "held, not hammered"
+
+
+def test_answers_to_registrations_that_are_refused_are_not_kept(session: Session) -> None:
+    answers: list[weakref.ref[Answer]] = []
+
+    class Refusing(Transport):
+        def put(self, path: str, value: Any, key: str = "") -> Answer:
+            answer = Answer(422, bytes(1000))
+            answers.append(weakref.ref(answer))
+            return answer
+
+        def post(self, path: str, body: bytes, content_type: str, key: str = "") -> Answer:
+            return Answer(424)
+
+    uploader = Uploader(Refusing("http://127.0.0.1:9"))
+    for seq in range(20):
+        uploader.send(Parcel(Kind.BATCH, seq, b"", 3), Registration(session, make_sites(2)))
+    assert len(answers) >= 20
+    gc.collect()
+    assert sum(answer() is not None for answer in answers) < 3
 
 
 def test_a_rotated_token_file_is_read_again(

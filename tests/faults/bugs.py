@@ -147,6 +147,13 @@ BUGS = (
         f"{POLITE}::test_a_wall_clock_that_jumps_changes_no_wait",
     ),
     Bug(
+        "what registrations were answered is not kept",
+        "uploader:Uploader._put",
+        "            return None  #",
+        "            return self._told.runs.setdefault(str(id(answer)), {'': answer}) and None  #",
+        f"{DELIVERY}::test_answers_to_registrations_that_are_refused_are_not_kept",
+    ),
+    Bug(
         "a bad batch does not block the next",
         "uploader:Uploader._receipt",
         "        if verdict is ResponseMeaning.REFUSED:\n            receipt",
