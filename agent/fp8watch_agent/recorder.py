@@ -310,7 +310,7 @@ class Recorder:
             sender.take_over()
             left = sender.in_hand is not None or sender.num_building > 0 or len(self._ring) > 0
             if sender.spool is not None:
-                sender.spool.close()
+                self._guard.call("close", sender.spool.close, None)
             self._ring.close(keep=left)
         finally:
             sender.lock.release()

@@ -5,14 +5,13 @@ Downstream: fp8watch_server.ingest.joined (HTTP)
 Shapes:     entries of the journals -> joined requests; what is answered oddly goes alone, as an agent sends it
 Thread:     two: one for those that are being refused, one for all others
 
-Nothing leaves a journal before a collector has answered for it: as committed, or as refused for good, which is counted and
-kept under refused/. A collector that does not answer is left for the next one. A session whose batch is refused for now is
+Nothing leaves a journal before a collector has answered for it: as committed, or as refused for good, which is counted, and
+kept under refused/ while there is room. A collector that does not answer is left for the next one. A session whose batch is refused for now is
 held: its oldest batch is tried again by the second thread, at each collector in turn, and the others go on without it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import random
 import threading
@@ -28,8 +27,8 @@ from fp8watch_agent.relay_collectors import Collectors
 from fp8watch_agent.relay_holds import MAX_BACKOFF_S, MIN_BACKOFF_S, Holds
 from fp8watch_agent.relay_journal import DamagedEntry, Entry
 from fp8watch_agent.relay_journals import Journals
+from fp8watch_agent.relay_refused import Refused
 from fp8watch_agent.relay_sessions import Sessions
-from fp8watch_agent.spool_segment import quarantine
 from fp8watch_agent.transport import Answer, Capture, ResponseMeaning, Transport, judge
 from fp8watch_agent.uploader import Told, Uploader
 
@@ -72,7 +71,7 @@ class Forwarder:
         join_s: float,
     ) -> None:
         self._journals, self._sessions, self._collectors = journals, sessions, collectors
-        self._directory, self._join_s = directory, join_s
+        self._refused, self._join_s = Refused(directory), join_s
         self.holds = Holds()
         self._stopping = threading.Event()
         self._threads: list[threading.Thread] = []
@@ -362,9 +361,7 @@ class Forwarder:
 
     def _keep(self, entry: Entry, parcel: Parcel, reason: str) -> None:
         self._count(refused=1)
-        log.warning("session %s, batch %d is refused (%s); it is kept under refused/", entry.session, entry.seq, reason)
-        with contextlib.suppress(OSError):
-            quarantine(self._directory, entry.session, parcel, reason)
+        self._refused.keep(entry.session, parcel, reason)
 
 
 def _parcel(entry: Entry, body: bytes) -> Parcel:

@@ -112,10 +112,11 @@ class Journal:
         return done_file
 
     def _forget(self, keep: int) -> None:
-        """Delete files before one."""
+        """Delete files before one. Which one cannot be deleted is tried again the next time."""
         for file in [f for f in self._sizes if f < keep]:
-            self._path(file).unlink(missing_ok=True)
-            del self._sizes[file]
+            with contextlib.suppress(OSError):
+                self._path(file).unlink(missing_ok=True)
+                del self._sizes[file]
 
     def _position(self) -> tuple[int, int]:
         try:
@@ -126,15 +127,26 @@ class Journal:
 
     def _open(self, file: int) -> None:
         fd = os.open(self._path(file), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        folder = os.open(self._directory, os.O_RDONLY)
         try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
-        if self._fd >= 0:
-            os.close(self._fd)
+            folder = os.open(self._directory, os.O_RDONLY)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
+        except OSError:  # the next one that is opened has this name again
+            os.close(fd)
+            self._path(file).unlink(missing_ok=True)
+            raise
+        self._close()
         self._fd, self._file = fd, file
         self._sizes[file] = 0
+
+    def _close(self) -> None:
+        """Close the file that is written to, once: after an error, too, its number may be that of another file."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            with contextlib.suppress(OSError):  # what was answered for is on disk
+                os.close(fd)
 
     @property
     def num_waiting(self) -> int:
@@ -232,20 +244,19 @@ class Journal:
         return raw[entry.body_at :]
 
     def advance(self, last: Entry) -> None:
-        """The entries up to this one are delivered, or given up."""
+        """The entries up to this one are delivered, or given up. A full disk is no error."""
         with self._lock:
             place = (last.file, last.at)
             while self._waiting and (self._waiting[0].file, self._waiting[0].at) <= place:
                 self._num_bytes -= self._waiting.popleft().num_bytes
-            done = (last.file, last.at + last.num_bytes)
-            part = self._directory / f"{POSITION}.new"
-            part.write_text(f"{done[0]} {done[1]}")
-            os.replace(part, self._directory / POSITION)
             if not self._waiting and self._fd >= 0 and self._sizes[self._file] >= DRAINED_BYTES:
-                os.close(self._fd)
-                self._fd = -1
+                self._close()
                 self._forget(self._file + 1)
             self._forget(self._waiting[0].file if self._waiting else self._file)
+            part = self._directory / f"{POSITION}.new"
+            with contextlib.suppress(OSError):  # a full disk: the next relay sends some of it again, under its keys
+                part.write_text(f"{last.file} {last.at + last.num_bytes}")
+                os.replace(part, self._directory / POSITION)
 
     def close_drained(self) -> bool:
         """Close it if nothing waits: nothing more is taken then, and its files may go."""
@@ -262,8 +273,7 @@ class Journal:
             if self._fd >= 0:
                 with contextlib.suppress(OSError):
                     os.fsync(self._fd)
-                os.close(self._fd)
-                self._fd = -1
+            self._close()
 
 
 def _entry_at(raw: bytes, file: int, at: int) -> Entry | None:

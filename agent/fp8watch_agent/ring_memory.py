@@ -49,9 +49,10 @@ class RingMemory:
 
     def release(self) -> None:
         """Let go of the file and its lock. The memory stays as long as somebody uses it."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        fd, self._fd = self._fd, -1  # after an error, too, the number may be that of another file
+        if fd >= 0:
+            with contextlib.suppress(OSError):
+                os.close(fd)
 
     def close(self, *, keep: bool) -> None:
         """Close the file. `keep`: leave it for `fp8watch sync`; else it is removed."""

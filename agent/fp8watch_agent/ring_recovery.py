@@ -10,6 +10,7 @@ long the file was, so one that was cut is read as far as it goes.
 from __future__ import annotations
 
 import contextlib
+import os
 import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +24,7 @@ from fp8watch_agent.ring_file import (
     FRAME,
     FRAME_CRC_BYTES,
     FRAME_MAGIC,
+    HEAD_BYTES,
     SEAL,
     SITES_BLOCK,
     SLOT,
@@ -75,6 +77,22 @@ def read_word(raw: bytes | memoryview, index: int) -> int | None:
         if value ^ complement == (1 << 64) - 1:
             values.append(int(value))
     return max(values) if values else None
+
+
+def note_durable(path: Path, position: int) -> None:
+    """Store in a dead process's ring up to which position the spool has it: `recover` then needs no spool to tell.
+
+    In place, and on disk when this returns: it takes no room.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    with path.open("r+b", buffering=0) as f:
+        head = f.read(HEAD_BYTES)
+        position = max(position, read_word(head, WORD_DURABLE) or 0)
+        f.seek(WORDS_OFFSET + WORD_DURABLE * 2 * WORD.size)
+        f.write(2 * WORD.pack(position, position ^ ((1 << 64) - 1)))
+        os.fsync(f.fileno())
 
 
 def _read_sites(raw: bytes, layout: Layout, registration: Registration) -> None:

@@ -96,14 +96,14 @@ class Sender:
     # --- the thread
 
     def _run(self) -> None:
-        while not self.abandoned:
+        closing = False
+        while not (closing or self.abandoned):
             self.wake.wait(self._settings.poll_interval_s)
             self.wake.clear()
+            closing = self.deadline is not None  # set before this poll: it finds all that was recorded
             self._guard.call("sender", self.tick, None)
             self._guard.emit()
-            if self.deadline is not None:
-                self._guard.call("farewell", self._send_end, None)
-                return
+        self._guard.call("farewell", self._send_end, None)
 
     def _send_end(self) -> None:
         """Send an empty batch whose health marks the session as ended, so that it is not taken for stalled."""
@@ -113,10 +113,12 @@ class Sender:
             health = {**self._health(), ENDED: 1.0}
             parcel = end_parcel(self._registration.session, self._new_seq(), time.time(), health)
         if self.can_send() and self.uploader is not None:
-            self.uploader.send(parcel, self._registration)
-        elif self.spool is not None:
-            with self.lock:
-                self._keep(parcel)
+            receipt = self.uploader.send(parcel, self._registration)
+            if receipt.verdict is ResponseMeaning.ACKNOWLEDGED:
+                return
+            self._fail(receipt.verdict, receipt.answer)
+        with self.lock:
+            self._keep(parcel)
 
     def tick(self) -> None:
         """One poll: everything that is due leaves the ring."""

@@ -9,6 +9,7 @@ At the cap the oldest segment without failures is deleted, then the oldest; its 
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 from fp8watch_agent.batch import Kind, Parcel
@@ -134,7 +135,8 @@ class Spool:
         try:
             self._write_registration(writer)
         except OSError:
-            writer.close()
+            with contextlib.suppress(OSError):
+                writer.close()
             writer.segment.path.unlink(missing_ok=True)
             raise
         self._next_segment += 1
@@ -147,9 +149,9 @@ class Spool:
         self._written_sites = count
 
     def _seal(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()
 
     def _drop_oldest(self, parcel: Parcel) -> bool:
         """Make room by deleting the oldest segment without failures. When all have failures: the parcel itself is
@@ -168,7 +170,8 @@ class Spool:
     def _give_up(self, place: int, counts: list[int]) -> None:
         segment = self._segments.pop(place)
         if self._writer is not None and self._writer.segment is segment:
-            self._seal()
+            with contextlib.suppress(OSError):  # the file goes
+                self._seal()
         counts[0] += segment.open_records
         counts[1] += segment.open_maps
         if place == 0:

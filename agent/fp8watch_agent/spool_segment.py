@@ -10,6 +10,7 @@ what is lost with a payload that is not.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import struct
 import zlib
@@ -25,6 +26,7 @@ from fp8watch_agent.wire import WireError, decompress
 
 MAGIC = b"FP8WSPL\x01"
 SEGMENT_SUFFIX = ".spool"
+REFUSED_FOLDER = "refused"
 KIND_REGISTRATION = 0
 FRAME = struct.Struct("<8sIIQQQQII")  # magic, kind, records, seq, number, records before, ring position, length, CRC
 HEADER_CRC = struct.Struct("<I")
@@ -194,16 +196,23 @@ class SegmentWriter:
             while at < self.segment.num_bytes:
                 at += os.write(fd, os.pread(self._fd, min(1 << 20, self.segment.num_bytes - at), at))
         except OSError:
-            os.close(fd)
+            with contextlib.suppress(OSError):
+                os.close(fd)
             path.unlink(missing_ok=True)
             raise
-        os.close(self._fd)
-        self._fd = fd
+        deleted, self._fd = self._fd, fd
+        with contextlib.suppress(OSError):  # nobody needs it any more
+            os.close(deleted)
 
     def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        """Close the file, once: after an error, too, its number may be that of another file.
+
+        Raises:
+            OSError: what was written may not be on disk.
+        """
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
 
 
 def quarantine(directory: Path, session: str, parcel: Parcel, reason: str) -> None:
@@ -212,6 +221,6 @@ def quarantine(directory: Path, session: str, parcel: Parcel, reason: str) -> No
     Raises:
         OSError: it cannot be written.
     """
-    folder = directory / "refused"
+    folder = directory / REFUSED_FOLDER
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     (folder / f"{session}-{parcel.seq}-{reason}.zst").write_bytes(parcel.body)

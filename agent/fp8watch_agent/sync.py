@@ -27,7 +27,7 @@ from fp8watch_agent.batch import Kind, Parcel, batches
 from fp8watch_agent.ring import RING_SUFFIX
 from fp8watch_agent.ring_file import NEW_SUFFIX, DamagedRing, read_boot_id
 from fp8watch_agent.ring_memory import live_paths
-from fp8watch_agent.ring_recovery import recover
+from fp8watch_agent.ring_recovery import note_durable, recover
 from fp8watch_agent.session import Registration, Session
 from fp8watch_agent.settings import AgentSettings
 from fp8watch_agent.spool_segment import SEGMENT_SUFFIX, SegmentContents, SegmentWriter, quarantine, read_segment
@@ -121,35 +121,85 @@ class Sync:
         self._uploader = uploader
         self._until = time.monotonic() + timeout_s
         self._forbidden: set[str] = set()  # sessions that are refused by themselves: the others go on
+        self._waiting: set[str] = set()  # sessions whose rings could not be taken, and need what their segments say
+        self._noted: set[Path] = set()  # rings that say by themselves what of them is in segments
+        self._left: set[Path] = set()
         self.report = Report()
 
     def run(self) -> Report:
         """Send the data of all sessions whose process is gone."""
-        running = set()
-        for ring in sorted(self._directory.glob(f"*{RING_SUFFIX}")):
-            with _locked(ring, create=False) as ours:
-                if not ours:
-                    running.add(session_of(ring))
-                    continue
-                self._take_ring(ring)
+        running: set[str] = set()
+        failed = self._take_rings(sorted(self._directory.glob(f"*{RING_SUFFIX}")), running)
+        self._clear(running)
         self.report.num_running = len(running)
+        if self._send_all(running | self._waiting) and failed:
+            failed = self._take_rings(list(failed), running)  # what was sent may have made room
+            self._send_all(running | self._waiting)
+        for path in self._directory.glob(f"*{SEGMENT_SUFFIX}"):
+            if session_of(path) in self._waiting:
+                self._left.add(path)
+        self._left |= failed.keys()
+        self.report.problems += [f"{ring}: {error}" for ring, error in failed.items()]
+        self.report.num_left = len(self._left)
+        return self.report
+
+    def _take_rings(self, rings: Sequence[Path], running: set[str]) -> dict[Path, OSError]:
+        """Convert the rings of dead processes, add sessions of live ones to `running`, and return what went wrong."""
+        failed: dict[Path, OSError] = {}
+        for ring in rings:
+            self._waiting.discard(session_of(ring))
+            try:
+                with _locked(ring, create=False) as ours:
+                    if ours:
+                        self._take_ring(ring)
+                    else:
+                        running.add(session_of(ring))
+            except OSError as e:
+                if isinstance(e, FileNotFoundError) and not ring.exists():
+                    continue  # its process has ended just now, and has left nothing in it
+                failed[ring] = e
+                if ring not in self._noted:
+                    self._waiting.add(session_of(ring))
+        return failed
+
+    def _clear(self, running: set[str]) -> None:
+        """Delete what processes left that died before the final rename."""
         for leftover in (*self._directory.glob(f"*{NEW_SUFFIX}"), *self._directory.glob("*.tmp")):
             if session_of(leftover) not in running:
-                with _locked(leftover, create=False) as ours:
-                    if ours:  # left by a process that died before the final rename
-                        leftover.unlink(missing_ok=True)
-        segments = self._in_order(
-            [p for p in self._directory.glob(f"*{SEGMENT_SUFFIX}") if session_of(p) not in running]
-        )
+                try:
+                    with _locked(leftover, create=False) as ours:
+                        if ours:
+                            leftover.unlink(missing_ok=True)
+                        else:
+                            running.add(session_of(leftover))
+                except FileNotFoundError:  # its process lives, and has given it its final name
+                    running.add(session_of(leftover))
+                except OSError as e:
+                    self._leave(leftover, e)
+
+    def _leave(self, path: Path, error: OSError) -> None:
+        self.report.problems.append(f"{path}: {error}")
+        self._left.add(path)
+
+    def _send_all(self, but: set[str]) -> bool:
+        """Send the segments of all sessions but some; False where the collector takes no more."""
+        there = {p for p in self._directory.glob(f"*{SEGMENT_SUFFIX}") if session_of(p) not in but}
+        segments = self._in_order(list(there - self._left))
         for i, path in enumerate(segments):
             if session_of(path) in self._forbidden:
-                self.report.num_left += 1
-            elif not self._send_segment(path):
+                self._left.add(path)
+                continue
+            try:
+                sent = self._send_segment(path)
+            except OSError as e:
+                self._leave(path, e)
+                continue
+            if not sent:
                 if session_of(path) not in self._forbidden:
-                    self.report.num_left += len(segments) - i
-                    break
-                self.report.num_left += 1
-        return self.report
+                    self._left.update(segments[i:])
+                    return False
+                self._left.add(path)
+        return True
 
     def _in_order(self, segments: Sequence[Path]) -> list[Path]:
         """Session by session, the one that started first before all others: the collector numbers a run's attempts in
@@ -161,20 +211,18 @@ class Sync:
 
     def _take_ring(self, ring: Path) -> None:
         """Convert the ring's contents to one segment and remove the ring."""
+        spooled_to = self._spooled_to(session_of(ring))
         try:
-            got = recover(ring, read_boot_id(), self._spooled_to(session_of(ring)))
+            got = recover(ring, read_boot_id(), spooled_to)
         except DamagedRing as e:
             aside = ring.with_suffix(".damaged")
             ring.rename(aside)
             self.report.num_damaged_bytes += aside.stat().st_size
             self.report.problems.append(f"{aside}: {e}; put aside, nothing of it can be sent")
             return
-        self.report.num_lost_frames += got.num_lost_frames
-        self.report.num_lost_records += got.num_lost_records
+        problems, parcels = [], []
         if got.num_missing_bytes:
-            what = f"cut by {got.num_missing_bytes} bytes; what is left of it was read"
-            self.report.problems.append(f"{ring}: {what}")
-        parcels = []
+            problems.append(f"{ring}: cut by {got.num_missing_bytes} bytes; what is left of it was read")
         if got.in_flight is not None:
             f = got.in_flight
             parcels.append(Parcel(Kind(f.kind), f.seq, f.body, f.num_records))
@@ -183,20 +231,33 @@ class Sync:
             try:
                 parcels.append(builder.build(seq, float(builder.frames[-1].steps["time"][0]), {}))
             except ValueError as e:
-                self.report.problems.append(f"{ring}: {builder.num_records} records cannot be encoded: {e}")
+                problems.append(f"{ring}: {builder.num_records} records cannot be encoded: {e}")
             seq += 1
         if parcels:
-            # Sorts behind the numbered segments, which are older.
-            final = self._directory / f"{session_of(ring)}-ring{SEGMENT_SUFFIX}"
-            writer = SegmentWriter(final.with_suffix(".tmp"))
             try:
-                writer.append_registration(got.registration)
+                self._write_segment(ring, got.registration, parcels)
+            except OSError:  # no room, it may be: then the segments go first, and the ring must do without them
+                note_durable(ring, spooled_to)
+                self._noted.add(ring)
+                raise
+        self.report.problems += problems
+        self.report.num_lost_frames += got.num_lost_frames
+        self.report.num_lost_records += got.num_lost_records
+        ring.unlink()
+
+    def _write_segment(self, ring: Path, registration: Registration, parcels: Sequence[Parcel]) -> None:
+        # Sorts behind the numbered segments, which are older.
+        final = self._directory / f"{session_of(ring)}-ring{SEGMENT_SUFFIX}"
+        part = final.with_suffix(".tmp")
+        try:
+            with contextlib.closing(SegmentWriter(part)) as writer:
+                writer.append_registration(registration)
                 for parcel in parcels:
                     writer.append(parcel)
-            finally:
-                writer.close()
-            os.replace(final.with_suffix(".tmp"), final)
-        ring.unlink()
+            os.replace(part, final)
+        except OSError:
+            part.unlink(missing_ok=True)
+            raise
 
     def _spooled_to(self, session: str) -> int:
         """Ring position up to which the spool has the data; without it, a kill between spooling and marking would send
@@ -208,12 +269,12 @@ class Sync:
         return max(ends)
 
     def _send_segment(self, path: Path) -> bool:
-        """Send a segment; True when the file is finished and removed."""
-        try:
-            contents = read_segment(path)
-        except OSError as e:
-            self.report.problems.append(f"{path}: {e}")
-            return True
+        """Send a segment; True when the file is finished and removed.
+
+        Raises:
+            OSError: it cannot be read, or not removed.
+        """
+        contents = read_segment(path)
         registration = self._registration(path, contents)
         if registration is None and contents.parcels:
             aside = path.with_suffix(".damaged")

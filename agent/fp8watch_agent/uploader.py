@@ -81,7 +81,6 @@ class Uploader:
     def __init__(self, transport: Transport, told: Told | None = None) -> None:
         self.transport = transport
         self._told = Told() if told is None else told
-        self.refused_registrations: list[Answer] = []
 
     def register(self, registration: Registration) -> Answer | None:
         """Register run, session and new sites. None on success, else the failed response."""
@@ -128,12 +127,9 @@ class Uploader:
     def _put(self, path: str, value: object, key: str) -> Answer | None:
         answer = self.transport.put(path, value, key)
         verdict = judge(answer)
-        if verdict is ResponseMeaning.ACKNOWLEDGED:
-            return None
-        if verdict in (ResponseMeaning.REFUSED, ResponseMeaning.SPLIT):  # batches will show whether it matters
-            self.refused_registrations.append(answer)
-            return None
-        return answer
+        if verdict in (ResponseMeaning.REFUSED, ResponseMeaning.SPLIT):
+            return None  # batches will show whether it matters
+        return None if verdict is ResponseMeaning.ACKNOWLEDGED else answer
 
     def send(self, parcel: Parcel, registration: Registration, *, rekey: bool = True) -> Receipt:
         """Deliver a parcel and the registrations it needs. Never raises for what the collector answers.

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
+import threading
 import time
+import weakref
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,12 +27,15 @@ from support.agents import (
     serve,
 )
 
-from fp8watch_agent import wire
-from fp8watch_agent.batch import PROMPT_STEPS
+from fp8watch_agent import sync, wire
+from fp8watch_agent.batch import PROMPT_STEPS, Kind, Parcel
+from fp8watch_agent.folder_watch import FolderWatch
 from fp8watch_agent.record import FIELD_BY_NAME, HISTOGRAMS, STEP, Measured, empty_rows
 from fp8watch_agent.recorder import Recorder
-from fp8watch_agent.session import Session
+from fp8watch_agent.session import Registration, Session
 from fp8watch_agent.settings import AgentSettings
+from fp8watch_agent.transport import Answer, Transport
+from fp8watch_agent.uploader import Uploader
 from fp8watch_agent.wire import decode_histogram, encode_histogram
 
 
@@ -322,6 +329,26 @@ def test_a_wrong_token_holds_and_warns_once(
     assert [p for _, p, _ in collector.requests].count("/v1/batches") == 1, "held, not hammered"
 
 
+def test_answers_to_registrations_that_are_refused_are_not_kept(session: Session) -> None:
+    answers: list[weakref.ref[Answer]] = []
+
+    class Refusing(Transport):
+        def put(self, path: str, value: Any, key: str = "") -> Answer:
+            answer = Answer(422, bytes(1000))
+            answers.append(weakref.ref(answer))
+            return answer
+
+        def post(self, path: str, body: bytes, content_type: str, key: str = "") -> Answer:
+            return Answer(424)
+
+    uploader = Uploader(Refusing("http://127.0.0.1:9"))
+    for seq in range(20):
+        uploader.send(Parcel(Kind.BATCH, seq, b"", 3), Registration(session, make_sites(2)))
+    assert len(answers) >= 20
+    gc.collect()
+    assert sum(answer() is not None for answer in answers) < 3
+
+
 def test_a_rotated_token_file_is_read_again(
     collector: Collector, settings: AgentSettings, session: Session, tmp_path: Path
 ) -> None:
@@ -441,6 +468,43 @@ def test_close_says_that_the_session_ended(collector: Collector, settings: Agent
     assert recorder.flush(10)
     assert collector.farewells() == []
     recorder.close()
+    (farewell,) = collector.farewells()
+    assert farewell.header.health["ended"] == 1.0
+
+
+def test_what_is_recorded_while_a_poll_ends_is_sent_by_close(
+    collector: Collector, settings: AgentSettings, session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_its_end, go_on = threading.Event(), threading.Event()
+    recorder = Recorder(replace(settings, collector=collector.url, batch_interval_s=60.0), session)
+    assert eventually(lambda: bool(collector.sessions))
+
+    def look(self: FolderWatch) -> None:
+        at_its_end.set()
+        go_on.wait(10)
+
+    monkeypatch.setattr(FolderWatch, "look", look)
+    assert at_its_end.wait(10)
+    record(recorder, [0])  # the poll has looked for steps already
+    threading.Timer(0.1, go_on.set).start()
+    recorder.close(10)
+    assert collector.steps() == [0]
+    assert len(collector.farewells()) == 1
+    assert not list(settings.spool_dir.glob("*.*"))
+
+
+@pytest.mark.parametrize("status", [429, 503, 401])
+def test_an_end_that_is_not_taken_is_spooled(
+    collector: Collector, settings: AgentSettings, session: Session, status: int
+) -> None:
+    recorder = Recorder(replace(settings, collector=collector.url), session)
+    record(recorder, [0])
+    assert recorder.flush(10)
+    collector.always = Reply(status, {"Retry-After": "60"})
+    recorder.close(10)
+    assert collector.farewells() == []
+    collector.always = None
+    assert sync.main(["--spool-dir", str(settings.spool_dir), "--collector", collector.url]) == 0
     (farewell,) = collector.farewells()
     assert farewell.header.health["ended"] == 1.0
 

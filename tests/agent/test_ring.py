@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.agents import make_ids, make_rows, make_session, make_sites, make_step
+from support.agents import close_fails, make_ids, make_rows, make_session, make_sites, make_step, taken_over
 
 from fp8watch_agent.ring import Ring
 from fp8watch_agent.ring_file import DamagedRing, Layout, read_boot_id
@@ -54,6 +54,21 @@ def test_steps_come_out_as_they_went_in(ring: Ring) -> None:
         assert frame.rows.tobytes() == make_rows(s, s).tobytes()
         assert frame.site_ids.tobytes() == make_ids(s).tobytes()
     assert ring.claim() is None
+
+
+def test_a_ring_whose_close_fails_is_closed_once(tmp_path: Path) -> None:
+    ring = Ring(tmp_path, make_session(), MIB)
+    path_of(ring).unlink()
+    with close_fails() as closed:
+        assert ring.renew()
+    with taken_over(tmp_path / "checkpoint", closed[0]):
+        assert not ring.renew()
+        push(ring, 0)
+        with close_fails() as closed:
+            ring.close(keep=True)
+        with taken_over(tmp_path / "socket", closed[0]):
+            ring.close(keep=True)
+    assert [int(f.steps["step"][0]) for f in recover(path_of(ring), read_boot_id()).frames] == [0]
 
 
 def test_the_oldest_go_first_and_are_counted(ring: Ring) -> None:

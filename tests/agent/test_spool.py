@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.agents import make_session, make_sites
+from support.agents import close_fails, make_session, make_sites, taken_over
 from support.counts import part_of
 
 from fp8watch_agent.batch import Kind, Parcel
@@ -97,6 +97,24 @@ def test_a_full_disk_takes_back_what_was_begun(tmp_path: Path) -> None:
     got = read_segment(only_segment(tmp_path))
     assert [p.seq for p in got.parcels] == [0, 1, 2]
     assert got.num_damaged_bytes == 0
+
+
+def test_a_file_whose_close_fails_is_closed_once(tmp_path: Path) -> None:
+    spool = fill(tmp_path / "spool", 0)
+    spool.append(parcel(0))
+    with close_fails() as closed, pytest.raises(OSError, match="quota"):
+        spool.close()
+    with taken_over(tmp_path / "checkpoint", closed[0]):
+        spool.close()
+        assert spool.peek() == parcel(0)
+        spool.append(parcel(1))
+        shutil.rmtree(tmp_path / "spool")
+        with close_fails() as closed:
+            spool.append(parcel(2))  # makes the file anew
+        with taken_over(tmp_path / "socket", closed[0]):
+            spool.append(parcel(3))
+            spool.close()
+    assert [p.seq for p in read_segment(only_segment(tmp_path / "spool")).parcels] == [1, 2, 3]
 
 
 def test_truncated_at_every_byte(tmp_path: Path) -> None:

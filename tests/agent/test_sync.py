@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
@@ -10,6 +11,7 @@ import sys
 import textwrap
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.agents import Collector, Reply, eventually, make_maps, make_session, record
@@ -19,6 +21,7 @@ from fp8watch_agent.recorder import Recorder
 from fp8watch_agent.ring import Ring
 from fp8watch_agent.session import Session
 from fp8watch_agent.settings import AgentSettings
+from fp8watch_agent.spool_segment import SegmentWriter
 
 TESTS = Path(__file__).parents[1]
 
@@ -287,6 +290,76 @@ def test_a_file_of_garbage_does_not_hold_up_the_others(
     assert collector.steps() == [0]
     assert "put aside" in capsys.readouterr().out
     assert run_sync(settings.spool_dir, collector) == 0
+
+
+def killed_with_spool_and_ring(folder: Path, session: str) -> None:
+    """Four steps in the spool and five in the ring, which has not noted the four, as a SIGKILL leaves them."""
+    live = folder.parent / f"live-{session}"
+    settings = AgentSettings(spool_dir=live, ring_bytes=1 << 20, poll_interval_s=0.01, batch_interval_s=0.01)
+    recorder = Recorder(settings, make_session(session=session))
+    for s in range(4):
+        record(recorder, [s])
+        assert recorder.flush(10)
+    with recorder._sender.lock:
+        record(recorder, range(4, 9))
+        shutil.copytree(live, folder, dirs_exist_ok=True)
+    recorder.close(0.3)
+
+
+def test_a_ring_that_cannot_be_opened_or_has_gone_holds_up_nobody_else(
+    tmp_path: Path, settings: AgentSettings, session: Session, collector: Collector, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recorder = Recorder(settings, session)
+    record(recorder, [0])
+    recorder.close()
+    (own,) = settings.spool_dir.glob("*.spool")
+    shutil.copy(own, settings.spool_dir / "00-000000.spool")
+    (settings.spool_dir / "00.ring").mkdir()  # fails to open for root, too
+    (settings.spool_dir / "02.tmp").mkdir()
+    for gone in ("01.ring", "03.new"):  # their processes end, or give them their final names, behind the look
+        (settings.spool_dir / gone).symlink_to(tmp_path / "nowhere")
+    assert run_sync(settings.spool_dir, collector) == 1
+    assert collector.steps() == [0]
+    said = capsys.readouterr().out
+    assert "00.ring: [Errno 21]" in said
+    assert "02.tmp: [Errno 21]" in said
+    assert "01.ring" not in said
+    assert "03.new" not in said
+    assert "1 sessions are running" in said
+    assert "3 files are left" in said, "with the segment that tells what of the ring was spooled"
+    assert (settings.spool_dir / "00-000000.spool").exists()
+
+
+def test_where_there_is_no_room_to_convert_a_ring_what_is_sent_makes_some(
+    tmp_path: Path, collector: Collector, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "spool"
+    with monkeypatch.context() as patched:
+        patched.setattr(Ring, "release", lambda *args: None)
+        patched.setattr(Ring, "journal", lambda *args: False)
+        killed_with_spool_and_ring(folder, "a" * 32)
+    append, full = SegmentWriter._append, True
+
+    def on_a_full_disk(self: SegmentWriter, kind: int, *args: Any) -> None:
+        if kind and (full or list(folder.glob("*-0*.spool"))):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        append(self, kind, *args)
+
+    monkeypatch.setattr(SegmentWriter, "_append", on_a_full_disk)
+    shutil.copytree(folder, tmp_path / "full")
+    assert run_sync(folder, collector) == 1, "the disk stays full whatever is sent"
+    assert collector.steps() == [0, 1, 2, 3]
+    assert "a.ring: [Errno 28]" in capsys.readouterr().out
+    assert [p.suffix for p in folder.glob("a*")] == [".ring"]
+    full = False
+    assert run_sync(folder, collector) == 0
+    assert (collector.steps(), collector.num_records()) == (list(range(9)), 27), "nothing came twice under two keys"
+    collector.stored.clear()
+    shutil.rmtree(folder)
+    shutil.copytree(tmp_path / "full", folder)
+    assert run_sync(folder, collector) == 0, "what was sent made room"
+    assert (collector.steps(), collector.num_records()) == (list(range(9)), 27)
+    assert not list(folder.glob("a*"))
 
 
 def test_a_session_that_runs_is_left_alone(

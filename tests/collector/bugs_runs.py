@@ -81,7 +81,7 @@ RUNS = [
     ),
     Bug(
         "one session that is refused does not hold up the others of a spool",
-        "sync:Sync.run",
+        "sync:Sync._send_all",
         "                if session_of(path) not in self._forbidden:\n",
         "                if session_of(path):\n",
         f"{WHOSE}::test_what_a_spool_holds_is_sent_with_its_key",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import struct
 import subprocess
 import sys
@@ -17,13 +19,15 @@ import pytest
 from collector.fake_collector import FakeCollector
 from collector.killing import SITES
 from collector.kit import Agent
+from support.agents import close_fails, taken_over
 
-from fp8watch_agent import relay_express, relay_forward
-from fp8watch_agent.batch import Kind
+from fp8watch_agent import relay_express, relay_forward, relay_refused
+from fp8watch_agent.batch import Kind, Parcel
 from fp8watch_agent.relay import Relay
 from fp8watch_agent.relay_collectors import read_collectors
-from fp8watch_agent.relay_journal import Full
+from fp8watch_agent.relay_journal import POSITION, Full
 from fp8watch_agent.relay_journals import Journals
+from fp8watch_agent.relay_refused import Refused
 from fp8watch_agent.settings import AgentSettings
 from fp8watch_agent.transport import SESSION_KEY
 
@@ -236,8 +240,15 @@ def test_a_run_whose_database_hangs_leaves_a_way_to_the_others(
 
 
 def test_a_session_of_somebody_else_is_refused_for_good(
-    tmp_path: Path, collectors: list[FakeCollector], relays: Callable[..., Relay], agent_of: Callable[..., Agent]
+    tmp_path: Path,
+    collectors: list[FakeCollector],
+    relays: Callable[..., Relay],
+    agent_of: Callable[..., Agent],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    """All of it is counted, some of it is kept, and it is said once."""
+    monkeypatch.setattr(relay_refused, "MAX_FILES", 3)
     first = collectors[0]
     relay = relays(tmp_path, first.url)
     stranger, other = agent_of(relay), agent_of(relay, "run-0", 1)
@@ -248,6 +259,19 @@ def test_a_session_of_somebody_else_is_refused_for_good(
     until(lambda: relay.health()["waiting"] == 0, relay.health)
     assert (relay.health()["refused"], relay.health()["delivered"]) == (5, 5)
     assert first.of("run-0", 1) == [1, 2, 3, 4, 5]
+    assert len(list(tmp_path.glob("relay/refused/*"))) == 3
+    assert len([r for r in caplog.records if "is refused (http_403); it is kept" in r.getMessage()]) == 1
+
+
+def test_what_is_refused_takes_no_more_than_its_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relay_refused, "MAX_BYTES", 3500)
+    for seq in range(5):
+        Refused(tmp_path).keep("a", Parcel(Kind.BATCH, seq, bytes(1000), 1), "http_422")
+    kept = sorted((tmp_path / "refused").iterdir())
+    assert [path.name for path in kept] == [f"a-{seq}-http_422.zst" for seq in range(3)]
+    kept[0].unlink()
+    Refused(tmp_path).keep("b", Parcel(Kind.BATCH, 0, bytes(1000), 1), "http_422")
+    assert len(list((tmp_path / "refused").iterdir())) == 3, "who takes files away makes room"
 
 
 def test_a_relay_that_starts_again_sends_the_newest_broken_batch_first(
@@ -321,6 +345,72 @@ def test_a_file_of_which_nothing_waits_is_given_up(tmp_path: Path) -> None:
     (found,) = again.first(9, MIB)
     assert (found.seq, again.body(found)) == (64, b"last")
     assert found.taken_at == last.taken_at
+    again.close()
+
+
+def no_room_for_the_position(monkeypatch: pytest.MonkeyPatch) -> None:
+    write_text = Path.write_text
+
+    def write(self: Path, *args: Any) -> int:
+        if self.name.startswith(POSITION):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write_text(self, *args)
+
+    monkeypatch.setattr(Path, "write_text", write)
+
+
+def test_on_a_full_disk_what_is_delivered_is_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journals = Journals(tmp_path, 8 * MIB)
+    entries = [journals.append(Kind.BATCH, "a", seq, 1, bytes(600_000)) for seq in range(6)]  # two in a file
+    no_room_for_the_position(monkeypatch)
+    for entry in entries[:3]:
+        journals.advance(entry)
+    assert len(list(tmp_path.rglob("*.relay"))) == 2
+    assert [entry.seq for entry in journals.first(9, MIB)] == [3]
+    journals.close()
+    again = Journals(tmp_path, 8 * MIB)
+    assert [entry.seq for entry in again.first(9, 8 * MIB)] == [2, 3, 4, 5], "one comes again: its key is known"
+    for entry in again.first(9, 8 * MIB):
+        again.advance(entry)
+    assert not list(tmp_path.rglob("*.relay"))[1:]
+    assert again.append(Kind.BATCH, "a", 6, 1, b"last").file > entries[-1].file
+    again.close()
+
+
+def test_on_a_full_disk_no_batch_is_sent_again(
+    tmp_path: Path,
+    collectors: list[FakeCollector],
+    relays: Callable[..., Relay],
+    agent_of: Callable[..., Agent],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    first = collectors[0]
+    relay = relays(tmp_path, first.url, join_s=0.3)
+    agents = [agent_of(relay, rank=rank) for rank in range(3)]
+    no_room_for_the_position(monkeypatch)
+    for step in range(1, 9):
+        for agent in agents:
+            agent.send(SITES, [step])
+    until(lambda: relay.health()["waiting"] == 0, relay.health)
+    assert [first.of("run-0", rank) for rank in range(3)] == [list(range(1, 9))] * 3
+    assert first.repeated == 0
+    assert relay.health()["problem"] == ""
+
+
+def test_a_journal_whose_close_fails_is_closed_once(tmp_path: Path) -> None:
+    journals = Journals(tmp_path, 8 * MIB)
+    first = journals.append(Kind.BATCH, "a", 0, 1, bytes(300_000))
+    with close_fails() as closed:
+        journals.advance(first)
+    with taken_over(tmp_path / "other", closed[0]):
+        journals.advance(journals.append(Kind.BATCH, "a", 1, 1, bytes(300_000)))
+        journals.append(Kind.BATCH, "a", 2, 1, b"last")
+        with close_fails() as closed:
+            journals.close()
+        with taken_over(tmp_path / "another", closed[0]):
+            journals.close()
+    again = Journals(tmp_path, 8 * MIB)
+    assert [entry.seq for entry in again.first(9, MIB)] == [2]
     again.close()
 
 

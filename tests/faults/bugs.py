@@ -10,6 +10,7 @@ POLITE = "tests/faults/test_polite.py"
 SPOOL = "tests/agent/test_spool.py"
 RING = "tests/agent/test_ring.py"
 DELIVERY = "tests/agent/test_delivery.py"
+SYNC = "tests/agent/test_sync.py"
 
 BUGS = (
     Bug(
@@ -146,6 +147,13 @@ BUGS = (
         f"{POLITE}::test_a_wall_clock_that_jumps_changes_no_wait",
     ),
     Bug(
+        "what registrations were answered is not kept",
+        "uploader:Uploader._put",
+        "            return None  #",
+        "            return self._told.runs.setdefault(str(id(answer)), {'': answer}) and None  #",
+        f"{DELIVERY}::test_answers_to_registrations_that_are_refused_are_not_kept",
+    ),
+    Bug(
         "a bad batch does not block the next",
         "uploader:Uploader._receipt",
         "        if verdict is ResponseMeaning.REFUSED:\n            receipt",
@@ -202,6 +210,20 @@ BUGS = (
         f"{SPOOL}::test_a_full_disk_takes_back_what_was_begun",
     ),
     Bug(
+        "a spool file whose close fails is given up",
+        "spool:Spool._seal",
+        "        writer, self._writer = self._writer, None\n",
+        "        writer = self._writer\n",
+        f"{SPOOL}::test_a_file_whose_close_fails_is_closed_once",
+    ),
+    Bug(
+        "a ring whose close fails is closed once",
+        "ring_memory:RingMemory.release",
+        "        fd, self._fd = self._fd, -1  #",
+        "        fd = self._fd  #",
+        f"{RING}::test_a_ring_whose_close_fails_is_closed_once",
+    ),
+    Bug(
         "a full disk is survived",
         "sender:Sender._keep",
         "        except OSError as e:\n            self._warn(\"spool\"",
@@ -241,21 +263,56 @@ BUGS = (
         "sync:Sync._take_ring",
         "        if got.in_flight is not None:\n",
         "        if got.in_flight is None:\n",
-        "tests/agent/test_sync.py::test_a_body_that_was_in_flight_at_the_kill_is_sent_again_under_its_key",
+        f"{SYNC}::test_a_body_that_was_in_flight_at_the_kill_is_sent_again_under_its_key",
     ),
     Bug(
         "sync sends the session that started first before all others",
         "sync:Sync._in_order",
         "sorted(sessions.values(), key=_started_at)",
         "sorted(sessions.values())",
-        "tests/agent/test_sync.py::test_the_session_that_started_first_is_sent_first",
+        f"{SYNC}::test_the_session_that_started_first_is_sent_first",
     ),
     Bug(
         "sync puts a ring into its segment under one rename",
         "sync:Sync._take_ring",
-        '            writer = SegmentWriter(final.with_suffix(".tmp"))\n',
-        '            ring.unlink()\n            writer = SegmentWriter(final.with_suffix(".tmp"))\n',
+        "                self._write_segment(ring, got.registration, parcels)\n",
+        "                ring.unlink()\n                self._write_segment(ring, got.registration, parcels)\n",
         "tests/faults/test_sync_killed.py::test_killed_at_each_point_and_run_again_it_delivers_the_same",
+    ),
+    Bug(
+        "a ring that cannot be opened holds up no other session",
+        "sync:Sync._take_rings",
+        "            except OSError as e:\n",
+        "            except LookupError as e:\n",
+        f"{SYNC}::test_a_ring_that_cannot_be_opened_or_has_gone_holds_up_nobody_else",
+    ),
+    Bug(
+        "a file of a process that has just ended or begun is no error",
+        "sync:Sync._take_rings",
+        "                if isinstance(e, FileNotFoundError) and not ring.exists():\n",
+        "                if False:\n",
+        f"{SYNC}::test_a_ring_that_cannot_be_opened_or_has_gone_holds_up_nobody_else",
+    ),
+    Bug(
+        "segments stay while the ring needs what they say",
+        "sync:Sync._take_rings",
+        "                if ring not in self._noted:\n",
+        "                if False:\n",
+        f"{SYNC}::test_a_ring_that_cannot_be_opened_or_has_gone_holds_up_nobody_else",
+    ),
+    Bug(
+        "segments that make room for their ring are noted in it first",
+        "sync:Sync._take_ring",
+        "                note_durable(ring, spooled_to)\n",
+        "                pass\n",
+        f"{SYNC}::test_where_there_is_no_room_to_convert_a_ring_what_is_sent_makes_some",
+    ),
+    Bug(
+        "a ring for which there is room now is sent",
+        "sync:Sync.run",
+        "            failed = self._take_rings(list(failed), running)",
+        "            pass",
+        f"{SYNC}::test_where_there_is_no_room_to_convert_a_ring_what_is_sent_makes_some",
     ),
     Bug(
         "exit is in time",
@@ -263,6 +320,20 @@ BUGS = (
         "            sender.uploader.transport.deadline = sender.deadline\n        sender.wake.set()\n        sender.thread.join(max(0.0, sender.deadline - time.monotonic()))\n",
         "            pass\n        sender.wake.set()\n        sender.thread.join(60.0)\n",
         "tests/agent/test_promises.py::test_exit_is_in_time_with_a_collector_that_swallows_everything",
+    ),
+    Bug(
+        "close ends no sender whose poll began before it",
+        "sender:Sender._run",
+        "            self._guard.emit()\n",
+        "            self._guard.emit()\n            closing = self.deadline is not None\n",
+        f"{DELIVERY}::test_what_is_recorded_while_a_poll_ends_is_sent_by_close",
+    ),
+    Bug(
+        "an end that the collector does not take is kept",
+        "sender:Sender._send_end",
+        "            if receipt.verdict is ResponseMeaning.ACKNOWLEDGED:\n",
+        "            if True:\n",
+        f"{DELIVERY}::test_an_end_that_is_not_taken_is_spooled",
     ),
     Bug(
         "a forked child is inert",

@@ -1,6 +1,7 @@
 """Runs in a process of its own, because it forks: `fp8watch sync` killed at each point, and run again.
 
-Arguments: folder with what was left, folder for copies, URL, points. Tells of each point whether it was reached.
+Arguments: folder with what was left, folder for copies, URL, points. Tells of each point whether it was reached, and goes on
+to the next one when it reads a line.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ def main() -> None:
         print(
             json.dumps({"point": point, "killed": killed == signal.SIGKILL, "again": again, "rest": rest}), flush=True
         )
+        sys.stdin.readline()
 
 
 if __name__ == "__main__":

@@ -50,15 +50,21 @@ def test_killed_at_each_point_and_run_again_it_delivers_the_same(tmp_path: Path,
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     arguments = [str(tmp_path / "killed"), str(copies), collector.url, *POINTS]
     command = [sys.executable, "-m", "faults.sync_killed", *arguments]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=120)
-    assert done.returncode == 0, done.stderr
-    told = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [one["point"] for one in told if not one["killed"]] == [], "a point that is not reached proves nothing"
-    for one in told:
-        assert one["again"] == [0, 0], one
-        assert one["rest"] == [], one
-    # Fifteen kills, forty-five runs over the same folder: each body came under its one key, with its one content.
-    assert collector.num_conflicts == 0
-    assert collector.steps() == list(range(9))
-    assert collector.num_records() == 27
-    assert len(collector.maps) == 1
+    with subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        for point in POINTS:
+            one = json.loads(process.stdout.readline())
+            assert one["point"] == point
+            assert one["killed"], "a point that is not reached proves nothing"
+            assert one["again"] == [0, 0], one
+            assert one["rest"] == [], one
+            # Three runs over the same folder: each body came under its one key, with its one content.
+            assert collector.num_conflicts == 0
+            assert (collector.steps(), collector.num_records()) == (list(range(9)), 27), one
+            assert len(collector.maps) == 1
+            collector.stored.clear()
+            collector.maps.clear()
+            process.stdin.write("\n")
+            process.stdin.flush()
+        assert process.wait(60) == 0

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
+import os
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -270,3 +273,33 @@ def eventually(check: Callable[[], bool], timeout_s: float = 10.0) -> bool:
             return False
         time.sleep(0.005)
     return True
+
+
+@contextlib.contextmanager
+def close_fails() -> Iterator[list[int]]:
+    """Each `os.close` closes and raises, as NFS over its quota does. Gives the numbers that were closed."""
+    close, closed = os.close, []
+
+    def closes_and_fails(fd: int) -> None:
+        close(fd)
+        closed.append(fd)
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    os.close = closes_and_fails
+    try:
+        yield closed
+    finally:
+        os.close = close
+
+
+@contextlib.contextmanager
+def taken_over(path: Path, fd: int) -> Iterator[None]:
+    """A file of somebody else, which gets a number that was closed, and keeps it."""
+    taken = [os.open(path, os.O_CREAT | os.O_WRONLY)]
+    while taken[-1] < fd:  # lower ones were free, too
+        taken.append(os.open(path, os.O_WRONLY))
+    assert taken[-1] == fd
+    yield
+    assert os.fstat(fd).st_ino == path.stat().st_ino, "somebody has closed a file that is not theirs"
+    for one in taken:
+        os.close(one)
