@@ -201,6 +201,20 @@ CAUSES = [
         f"{CAUSE}_an_lr_that_leaps_under_a_schedule_leaped_from_where_it_stood",
     ),
     Bug(
+        "a restart within a warm-up is no place where the learning rate stood",
+        "lr_schedule:Schedule.resume",
+        "self.usual_lr if self._peak is not None else None",
+        "self.usual_lr",
+        f"{CAUSE}_a_restart_within_a_warm_up_is_no_place_where_the_lr_stood",
+    ),
+    Bug(
+        "a restart with another learning rate is a jump",
+        "lr_schedule:Schedule.resume",
+        "self.usual_lr if self._peak is not None else None",
+        "None",
+        f"{CAUSE}_a_restart_with_another_lr_than_the_one_that_stood_is_a_jump",
+    ),
+    Bug(
         "of two leaps of the learning rate the last counts",
         "lr_schedule:Schedule.observe",
         "(self.jump_step is None or leap):",
