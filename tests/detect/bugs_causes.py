@@ -215,6 +215,20 @@ CAUSES = [
         f"{CAUSE}_a_restart_with_another_lr_than_the_one_that_stood_is_a_jump",
     ),
     Bug(
+        "a learning rate that leaped long before is not the cause of weights that run away",
+        "optimizer_divergence.detector:Divergence._finding",
+        "jumped = risen is not None and jump_step",
+        "jumped = jump_step",
+        "tests/detect/test_divergence.py::test_weights_that_run_away_long_after_a_jump_of_the_lr_are_not_dated_to_it",
+    ),
+    Bug(
+        "what is looked at rarely may have begun right after the look before",
+        "optimizer_divergence.detector:Divergence._finding",
+        "ctx.schedule.risen(onset, self._first)",
+        "ctx.schedule.risen(onset)",
+        "tests/detect/test_divergence.py::test_of_a_run_that_is_looked_at_rarely_the_lr_may_be_the_cause_since_the_look_before",
+    ),
+    Bug(
         "of two leaps of the learning rate the last counts",
         "lr_schedule:Schedule.observe",
         "(self.jump_step is None or leap):",

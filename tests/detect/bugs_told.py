@@ -56,8 +56,8 @@ TOLD_BY_CAUSE = [
     Bug(
         "an LR that leaped long before explains no logits",
         "lr_schedule:Schedule.risen",
-        "step <= self.risen_step + AFTER_RISE_STEPS",
-        "step <= self.risen_step + 99 * AFTER_RISE_STEPS",
+        "first <= self.risen_step + AFTER_RISE_STEPS",
+        "first <= self.risen_step + 99 * AFTER_RISE_STEPS",
         f"{TOLD}::test_logits_that_grow_long_after_the_lr_leaped_are_told_by_themselves",
     ),
     Bug(
