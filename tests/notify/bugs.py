@@ -174,6 +174,27 @@ STORM = [
         f"{I}/test_fold.py::test_flapping_sends_four_messages_however_often",
     ),
     Bug(
+        "what was less grave holds back no warning",
+        "messages:_fired_before",
+        '            i.c.severity.in_(_SEVERITIES[_SEVERITIES.index(row["severity"]) :]),\n',
+        "",
+        f"{I}/test_fold.py::test_what_was_less_grave_holds_back_no_warning",
+    ),
+    Bug(
+        "of logged scalars only the same one comes and goes",
+        "messages:_of_its_scalars",
+        "mine is None or mine & told.get(other, set())",
+        "True",
+        f"{I}/test_fold.py::test_of_logged_scalars_only_the_same_one_comes_and_goes",
+    ),
+    Bug(
+        "a logged scalar that comes and goes is held down",
+        "messages:_of_its_scalars",
+        "mine is None or mine & told.get(other, set())",
+        "mine is None",
+        f"{I}/test_fold.py::test_of_logged_scalars_only_the_same_one_comes_and_goes",
+    ),
+    Bug(
         "notices of one run go together",
         "group:choose",
         "            together = tuple(sorted(group, key=lambda r: r.urgency))\n",
