@@ -216,6 +216,20 @@ STORM = [
         f"{I}/test_inhibition.py::test_a_warning_waits_while_a_critical_incident_is_open_at_its_place",
     ),
     Bug(
+        "an attempt that has ended holds back nothing of the next",
+        "inhibit:inhibitor",
+        '            t.attempt == incident.get("attempt"),',
+        "            t.attempt >= 1,",
+        f"{I}/test_inhibition.py::test_a_critical_incident_of_an_attempt_that_has_ended_holds_back_nothing_of_the_next",
+    ),
+    Bug(
+        "what is let go is held by nothing of its own attempt",
+        "inhibit:release",
+        '"attempt": got.attempt, ',
+        "",
+        f"{I}/test_inhibition.py::test_a_critical_incident_of_an_attempt_that_has_ended_holds_back_nothing_of_the_next",
+    ),
+    Bug(
         "what was inhibited and is left is told",
         "messages:write_resolved",
         "    release(conn, row, now)\n",
