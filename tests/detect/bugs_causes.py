@@ -272,6 +272,20 @@ CAUSES = [
         f"{ANEW}_a_weight_that_was_set_anew_is_a_warning_that_says_so",
     ),
     Bug(
+        "of a dead layer what was not measured is not called alive",
+        "dead_layer.words:words",
+        'f.extra.get("other_measured")',
+        "True",
+        "tests/detect/test_scenarios.py::test_of_a_layer_that_is_dead_one_way_the_other_is_spoken_of_where_it_was_measured",
+    ),
+    Bug(
+        "of a dead layer the other way is asked of its own module",
+        "dead_layer.detector:DeadLayers._collapsed",
+        " & (table.module == table.module[row])",
+        "",
+        "tests/detect/test_scenarios.py::test_of_a_layer_that_is_dead_one_way_the_other_is_spoken_of_where_it_was_measured",
+    ),
+    Bug(
         "of two leaps of the learning rate the last counts",
         "lr_schedule:Schedule.observe",
         "(self.jump_step is None or leap):",
