@@ -7,6 +7,7 @@ from support.planted import Bug
 D, INCIDENTS = "server/fp8watch_server/detect", "server/fp8watch_server/incidents"
 CAUSE = "tests/detect/test_told_by_its_cause.py::test"
 FIRST = "tests/detect/test_what_came_first.py"
+ANEW = "tests/detect/test_weight_set_anew.py::test"
 REJUDGED = "tests/incidents/test_rejudged.py"
 WORDS = "tests/incidents/test_nothing_measured.py::test_no_claim_is_made_about_what_was_not_measured"
 
@@ -199,6 +200,90 @@ CAUSES = [
         "or self.last_leap is None else self.last_leap[1]",
         "or True else None",
         f"{CAUSE}_an_lr_that_leaps_under_a_schedule_leaped_from_where_it_stood",
+    ),
+    Bug(
+        "a restart within a warm-up is no place where the learning rate stood",
+        "lr_schedule:Schedule.resume",
+        "self.usual_lr if self._peak is not None else None",
+        "self.usual_lr",
+        f"{CAUSE}_a_restart_within_a_warm_up_is_no_place_where_the_lr_stood",
+    ),
+    Bug(
+        "a restart with another learning rate is a jump",
+        "lr_schedule:Schedule.resume",
+        "self.usual_lr if self._peak is not None else None",
+        "None",
+        f"{CAUSE}_a_restart_with_another_lr_than_the_one_that_stood_is_a_jump",
+    ),
+    Bug(
+        "a learning rate that leaped long before is not the cause of weights that run away",
+        "optimizer_divergence.detector:Divergence._finding",
+        "jumped = risen is not None and jump_step",
+        "jumped = jump_step",
+        "tests/detect/test_divergence.py::test_weights_that_run_away_long_after_a_jump_of_the_lr_are_not_dated_to_it",
+    ),
+    Bug(
+        "what is looked at rarely may have begun right after the look before",
+        "optimizer_divergence.detector:Divergence._finding",
+        "ctx.schedule.risen(onset, self._first)",
+        "ctx.schedule.risen(onset)",
+        "tests/detect/test_divergence.py::test_of_a_run_that_is_looked_at_rarely_the_lr_may_be_the_cause_since_the_look_before",
+    ),
+    Bug(
+        "a weight that was set anew is no page",
+        "families.corruption:Corruption._leap",
+        '"warning" if new or (written is not None and not first) else',
+        '"warning" if new else',
+        f"{ANEW}_a_weight_that_was_set_anew_is_a_warning_that_says_so",
+    ),
+    Bug(
+        "a weight that breaks the run is a page, whoever wrote it",
+        "families.corruption:Corruption._leap",
+        "(written is not None and not first)",
+        "written is not None",
+        f"{ANEW}_where_values_break_behind_it_it_is_a_page_all_the_same",
+    ),
+    Bug(
+        "what was written steps before is no reason for a leap",
+        "families.corruption:Corruption._written",
+        "by is None or by.step < last_at[rows].max()",
+        "by is None",
+        f"{ANEW}_a_weight_that_leaps_where_that_explains_nothing_stays_a_page[earlier]",
+    ),
+    Bug(
+        "another weight that was written is no reason for a leap",
+        "families.corruption:Corruption._written",
+        " or (by.changed == 1 and by.first and not known)",
+        "",
+        f"{ANEW}_a_weight_that_leaps_where_that_explains_nothing_stays_a_page[another]",
+    ),
+    Bug(
+        "what writes weights ever again is no reason for a leap",
+        "families.corruption:Corruption._notice_written",
+        "last is None or self._num_steps - last > WRITTEN_BEFORE",
+        "True",
+        f"{ANEW}_a_weight_that_leaps_where_that_explains_nothing_stays_a_page",
+    ),
+    Bug(
+        "a flipped bit is not the first that writes a weight",
+        "silent_data_corruption.words:words",
+        "        gradient = _of_writes(f)\n",
+        "        pass\n",
+        f"{ANEW}_a_weight_that_was_set_anew_is_a_warning_that_says_so",
+    ),
+    Bug(
+        "of a dead layer what was not measured is not called alive",
+        "dead_layer.words:words",
+        'f.extra.get("other_measured")',
+        "True",
+        "tests/detect/test_scenarios.py::test_of_a_layer_that_is_dead_one_way_the_other_is_spoken_of_where_it_was_measured",
+    ),
+    Bug(
+        "of a dead layer the other way is asked of its own module",
+        "dead_layer.detector:DeadLayers._collapsed",
+        " & (table.module == table.module[row])",
+        "",
+        "tests/detect/test_scenarios.py::test_of_a_layer_that_is_dead_one_way_the_other_is_spoken_of_where_it_was_measured",
     ),
     Bug(
         "of two leaps of the learning rate the last counts",

@@ -61,6 +61,20 @@ SEEN_TO_BE_WRONG = [
         f"{SCALARS}::test_known_names_warn_outside_of_their_band",
     ),
     Bug(
+        "the largest of a batch is not taken for its mean",
+        "server/fp8watch_server/detect/modes/scalar_shift/known_names.py",
+        "(?:^|[/_.])(?:std|max|min)(?![a-z0-9])",
+        "_std\\b|_max\\b|_min\\b",
+        f"{SCALARS}::test_what_only_looks_like_the_mismatch_is_not_taken_for_it",
+    ),
+    Bug(
+        "a KL of agents is none of rollouts",
+        "server/fp8watch_server/detect/modes/scalar_shift/known_names.py",
+        "(?<![a-z])(?:gen(?:erat[a-z]*)?(?![a-z])|",
+        "(?:gen(?:eration)?|",
+        f"{SCALARS}::test_what_only_looks_like_the_mismatch_is_not_taken_for_it",
+    ),
+    Bug(
         "a mean over nothing is no fault",
         "scalar_shift.detector:ScalarShifts._nonfinite",
         "        fresh = bad & ~self._odd\n",

@@ -16,6 +16,7 @@ from fp8watch_agent.training_names import WEIGHTS_CHANGED, WEIGHTS_LOOKED
 from fp8watch_server.detect import statistics
 from fp8watch_server.detect.engine import DetectionEngine
 from fp8watch_server.detect.finding import Finding
+from fp8watch_server.incidents.explain import explain
 
 # Median growth of log2 amax after LR ×30 at step 120, as measured on a small model under AdamW 2e-3.
 MEASURED = [
@@ -66,6 +67,28 @@ def test_a_learning_rate_times_thirty_is_told_within_ten_steps(lr_known: bool, s
         assert first.extra["lr_jump"] == pytest.approx((2e-3, 6e-2))
         [lr] = [e for e in first.evidence if e.field == "lr"]
         assert lr.since_step == 120
+
+
+def test_weights_that_run_away_long_after_a_jump_of_the_lr_are_not_dated_to_it() -> None:
+    run = diverging()
+    run.lr = lambda step: 1e-5 if step < 60 else 1e-3
+    first = observe(run)[0]
+    assert first.mode == "optimizer-divergence"
+    assert first.extra["lr_jump"] is None
+    assert first.onset >= 119
+    [lr] = [e for e in first.evidence if e.field == "lr"]
+    assert (lr.value, lr.baseline, lr.since_step) == (pytest.approx(1e-3), pytest.approx(1e-5), None), "it was measured"
+    said = explain(first, run.facts)
+    assert "LR" not in f"{said.title} {said.cause}"
+    assert "jump" not in said.fix[0]["text"]
+
+
+def test_of_a_run_that_is_looked_at_rarely_the_lr_may_be_the_cause_since_the_look_before() -> None:
+    run = diverging(4804, scale=40)
+    run.growth = lambda step: 4.0 if 4804 <= step < 4960 else 0.002
+    first = observe(run, 5120, 160, 40)[0]
+    assert first.onset > 4804 + 20
+    assert first.extra["lr_jump"] == pytest.approx((2e-3, 6e-2))
 
 
 def test_it_ends_when_the_growth_ends() -> None:

@@ -122,10 +122,41 @@ def test_known_names_warn_outside_of_their_band(name: str, healthy_level: float,
 
 
 @pytest.mark.parametrize(
-    "name", ["actor/entropy_loss", "rollout/kl_coef", "training/rollout_probs_diff_max", "kl_penalty"]
+    "name",
+    [
+        "actor/entropy_loss",
+        "rollout/kl_coef",
+        "training/rollout_probs_diff_max",
+        "kl_penalty",
+        "sampling/sampling_logp_difference/max",
+        "mismatch_kl/std",
+        "rollout.kl.max",
+        "max_rollout_logprob_diff",
+        "train/entropy/min",
+        "agent/approx_kl",
+        "divergence_kl",
+        "general/kl",
+        "resampling/kl",
+    ],
 )
-def test_coefficients_and_extremes_are_not_taken_for_the_mismatch(name: str) -> None:
+def test_what_only_looks_like_the_mismatch_is_not_taken_for_it(name: str) -> None:
+    """Coefficients, extremes of one token, and what policies before and behind an update differ by."""
     assert known(name) is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        ("kl", ["rollout_corr/kl", "rollout_corr/k3_kl", "mismatch/mismatch_kl", "mismatch_kl/mean", "vllm_kl"]),
+        ("kl", ["train/gen_kl_error", "policy_kl_error", "js_divergence_error", "rollout_correction/kl"]),
+        ("logprob", ["sampling/sampling_logp_difference/mean", "training/rollout_probs_diff_mean"]),
+        ("logprob", ["train/train_rollout_logprob_abs_diff", "log_ppl_abs_diff", "generation_logprobs_diff"]),
+        ("prob_error", ["train/token_mult_prob_error"]),
+        ("entropy", ["actor/entropy", "train/approx_entropy", "entropy/mean"]),
+    ],
+)
+def test_names_of_trainers_are_known(kind: str, names: list[str]) -> None:
+    assert {name: about.kind if (about := known(name)) else None for name in names} == dict.fromkeys(names, kind)
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -110,6 +110,24 @@ def test_what_all_gradients_do_together_is_no_fault_of_one() -> None:
     assert {f.mode for f in play(Case([trace], 120))} == {"dead-layer"}
 
 
+@pytest.mark.parametrize("measured", [True, False], ids=["measured", "not measured"])
+@pytest.mark.parametrize(("operand", "other"), [("input", "grad_output"), ("grad_output", "input")])
+def test_of_a_layer_that_is_dead_one_way_the_other_is_spoken_of_where_it_was_measured(
+    operand: str, other: str, measured: bool
+) -> None:
+    """Under no_grad, and in front of what is trained, a layer has no gradient."""
+    t = healthy(3, 200)
+    t.grow(t.mask(GATE, operand), np.where(np.arange(200) >= 120, -9.0, 0.0))
+    if not measured:
+        t.columns["measured"][:, t.mask(GATE, other)] = 0
+        t.columns["amax_max"][:, t.mask(GATE, other)] = np.nan
+    [first] = [f for f in play(Case([t], 120)) if f.mode == "dead-layer"][:1]
+    cause = explain(first, t.facts).cause
+    said = "Its gradient did not fall as far" if operand == "input" else "its input did not"
+    assert (said in cause) is measured
+    assert ("was not measured in this step" in cause) is not measured
+
+
 @pytest.mark.parametrize(
     "name", ["nan-in-loss", "delayed-clip", "corruption-by-hash", "cross-rank-disagreement", "expert-outlier"]
 )

@@ -77,6 +77,29 @@ def test_a_warm_up_to_where_it_was_and_one_from_nothing_are_no_climb() -> None:
             assert schedule.jump_step is None
 
 
+def test_a_restart_within_a_warm_up_is_no_place_where_the_lr_stood() -> None:
+    """It goes on from a checkpoint, below the LR that the steps before the crash had."""
+    schedule = Schedule(50, 10)
+    for steps in (range(300), range(251, 2200)):
+        schedule.resume()
+        for step in steps:
+            schedule.observe(step, 3e-4 * min(1.0, (step + 1) / 2000), learn=True)
+            assert schedule.jump_step is None, step
+    for step in range(2200, 2260):
+        schedule.observe(step, 3e-4 * 1.15 ** (step - 2200), learn=True)
+    assert schedule.lr_before == pytest.approx(3e-4), "where it stood is known"
+
+
+def test_a_restart_with_another_lr_than_the_one_that_stood_is_a_jump() -> None:
+    schedule = Schedule(50, 10)
+    for step in range(80):
+        schedule.observe(step, 2e-3, learn=True)
+    schedule.resume()
+    schedule.observe(80, 2e-2, learn=True)
+    assert schedule.jump_step == 80
+    assert schedule.lr_before == pytest.approx(2e-3)
+
+
 def test_logits_that_grow_when_the_lr_has_left_its_range_are_the_optimizers() -> None:
     t = healthy(5, STEPS, 2, lr=climbing(1.15, 20))
     with_logits(t, 0.15, AT + 12)

@@ -8,14 +8,16 @@ import numpy as np
 import pytest
 import sqlalchemy as sa
 from detect.healthy_run import Run
-from incidents.findings import put
+from incidents.findings import finding, put
 from incidents.nonfinite_findings import DOWN, NAN, Change, inf_at, nan_from
 from incidents.store import RUN, TENANT, Store
 
 from fp8watch_server.db import schema
 from fp8watch_server.db.dialect import writing
-from fp8watch_server.detect.finding import Evidence, Finding
+from fp8watch_server.detect.finding import Evidence, Finding, Severity
 from fp8watch_server.incidents.fold import close_quiet, fold
+
+KL = "rollout_corr/kl"
 
 
 def test_an_incident_holds_what_the_contract_names(store: Store) -> None:
@@ -199,6 +201,40 @@ def test_flapping_sends_four_messages_however_often(store: Store) -> None:
     assert len(store.incidents) == 100
     assert {i["status"] for i in store.incidents} == {"resolved"}
     assert store.messages == ["firing", "resolved", "firing", "resolved"]
+
+
+def comes_and_goes(store: Store, *found: Finding) -> None:
+    """Each is over before the next comes, all within an hour."""
+    for one in found:
+        put(store, one)
+        with writing(store.db) as conn:
+            close_quiet(conn, RUN, TENANT, 1, one.step + 21, store.now)
+
+
+def scalar(step: int, name: str, severity: Severity = "info") -> Finding:
+    evidence = (Evidence(name, 2.0, 1.0, "", step),)
+    extra = {"name": name, "why": "level", "began": step, "news": evidence}
+    return Finding("scalar-shift", severity, step, 0, None, None, None, evidence, "unknown", 1 << 40, extra)
+
+
+def test_of_logged_scalars_only_the_same_one_comes_and_goes(store: Store) -> None:
+    names = ["reward/mean", "response_length", "reward/mean", "entropy", "reward/mean"]
+    comes_and_goes(store, *(scalar(100 * i, name) for i, name in enumerate(names)))
+    assert store.messages == ["firing", "resolved"] * 4
+    [held] = [e["detail"]["message"] for e in store.rows(schema.incident_event) if "message" in e["detail"]]
+    assert held == "held back: 2 of the same scalar within 60 minutes"
+
+
+def test_what_was_less_grave_holds_back_no_warning(store: Store) -> None:
+    came = ["info", "info", "warning", "critical", "warning", "critical", "info"]
+    comes_and_goes(store, *(finding(store, "bad-batch", 100 * i, severity=s) for i, s in enumerate(came)))
+    told = [r["payload"]["incident"]["severity"] for r in store.rows(schema.outbox) if r["kind"] == "firing"]
+    assert told == ["info", "info", "warning", "critical", "critical"]
+
+
+def test_information_on_one_scalar_holds_back_no_warning_of_it(store: Store) -> None:
+    comes_and_goes(store, scalar(0, KL), scalar(100, KL), scalar(200, KL, "warning"))
+    assert store.messages == ["firing", "resolved"] * 3
 
 
 @pytest.mark.parametrize("per_batch", [1, 10, 50])

@@ -24,7 +24,7 @@ class Told:
         self.store, self.now = store, 1000.0
 
     def opens(
-        self, id: str, severity: str, module: str | None = PLACE["module"], mode: str = "dead-layer"
+        self, id: str, severity: str, module: str | None = PLACE["module"], mode: str = "dead-layer", attempt: int = 1
     ) -> str | None:
         self.now += 1
         row: dict[str, Any] = dict.fromkeys(("title", "verdict", "cause"), "") | {
@@ -32,7 +32,7 @@ class Told:
             "alternatives": [],
             "evidence": [],
         }
-        row |= {"run_id": RUN, "tenant": TENANT, "id": id, "attempt": 1, "mode": mode, "severity": severity}
+        row |= {"run_id": RUN, "tenant": TENANT, "id": id, "attempt": attempt, "mode": mode, "severity": severity}
         row |= {"status": "open", "first_step": 1, "last_step": 1, "num_events": 1, "origin": True, "sites": []}
         row |= {"num_sites": 0, "place": {**PLACE, "module": module}, "fingerprint": id, "opened_at": self.now}
         row |= {"updated_at": self.now, "resolved_at": None}
@@ -91,6 +91,23 @@ def test_of_two_critical_incidents_the_last_lets_it_go(told: Told) -> None:
     assert ("w", "firing", "inhibited") in told.states
     told.resolves("c2")
     assert ("w", "firing", "pending") in told.states
+
+
+def test_a_critical_incident_of_an_attempt_that_has_ended_holds_back_nothing_of_the_next(told: Told) -> None:
+    told.opens("c1", "critical", module=None, mode="nan-in-loss")
+    told.opens("w1", "warning", module=None)
+    assert told.opens("w2", "warning", module=None, mode="bad-batch", attempt=2) is None
+    with writing(told.store.db) as conn:
+        conn.execute(sa.update(t.outbox).values(channel="x"))
+        hold_inhibited(conn, "x")
+    assert [s[2] for s in told.states if s[0] == "w2"] == ["pending"]
+    told.opens("c2", "critical", module=None, mode="nan-in-loss", attempt=2)
+    assert str(told.opens("w3", "warning", module=None, attempt=2)).startswith("waits while critical incident c2")
+    told.resolves("c1")
+    assert ("w1", "firing", "pending") in told.states, "of two attempts that are open the other holds nothing back"
+    assert ("w3", "firing", "inhibited") in told.states
+    told.resolves("c2")
+    assert ("w3", "firing", "pending") in told.states
 
 
 def test_one_that_ended_before_is_never_told(told: Told) -> None:

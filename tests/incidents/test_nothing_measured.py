@@ -56,7 +56,12 @@ EXTRA: dict[str, list[dict[str, Any]]] = {
     "quantiser-fault": [{}, *({"why": kind} for kind in KINDS)],
     "recipe-mismatch": [{}, *({"why": kind, "kind": "in-effect"} for kind in SETTINGS)],
     "scalar-shift": [{}, {"why": "fall"}, {"why": "band", "name": "kl"}, {"why": "shift", "name": "kl"}],
-    "silent-data-corruption": [{}, {"by_hash": True, "odd_ranks": [3]}, {"kind": "no-replicas"}],
+    "silent-data-corruption": [
+        {},
+        {"written": (2, 40, False)},
+        {"by_hash": True, "odd_ranks": [3]},
+        {"kind": "no-replicas"},
+    ],
 }
 CASES = [(mode, extra) for mode in SLUGS for extra in EXTRA.get(mode, [{}])]
 

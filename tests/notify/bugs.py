@@ -174,6 +174,27 @@ STORM = [
         f"{I}/test_fold.py::test_flapping_sends_four_messages_however_often",
     ),
     Bug(
+        "what was less grave holds back no warning",
+        "messages:_fired_before",
+        '            i.c.severity.in_(_SEVERITIES[_SEVERITIES.index(row["severity"]) :]),\n',
+        "",
+        f"{I}/test_fold.py::test_what_was_less_grave_holds_back_no_warning",
+    ),
+    Bug(
+        "of logged scalars only the same one comes and goes",
+        "messages:_of_its_scalars",
+        "mine is None or mine & told.get(other, set())",
+        "True",
+        f"{I}/test_fold.py::test_of_logged_scalars_only_the_same_one_comes_and_goes",
+    ),
+    Bug(
+        "a logged scalar that comes and goes is held down",
+        "messages:_of_its_scalars",
+        "mine is None or mine & told.get(other, set())",
+        "mine is None",
+        f"{I}/test_fold.py::test_of_logged_scalars_only_the_same_one_comes_and_goes",
+    ),
+    Bug(
         "notices of one run go together",
         "group:choose",
         "            together = tuple(sorted(group, key=lambda r: r.urgency))\n",
@@ -193,6 +214,20 @@ STORM = [
         'state="inhibited" if by else "pending")',
         'state="pending")',
         f"{I}/test_inhibition.py::test_a_warning_waits_while_a_critical_incident_is_open_at_its_place",
+    ),
+    Bug(
+        "an attempt that has ended holds back nothing of the next",
+        "inhibit:inhibitor",
+        '            t.attempt == incident.get("attempt"),',
+        "            t.attempt >= 1,",
+        f"{I}/test_inhibition.py::test_a_critical_incident_of_an_attempt_that_has_ended_holds_back_nothing_of_the_next",
+    ),
+    Bug(
+        "what is let go is held by nothing of its own attempt",
+        "inhibit:release",
+        '"attempt": got.attempt, ',
+        "",
+        f"{I}/test_inhibition.py::test_a_critical_incident_of_an_attempt_that_has_ended_holds_back_nothing_of_the_next",
     ),
     Bug(
         "what was inhibited and is left is told",
@@ -279,7 +314,7 @@ SILENCE = [
     Bug(
         "silence of a run is told",
         "stale_run:StalledWatch.look",
-        "        new = [key for key in silent if key not in told]\n",
+        "        new = [key for key in silent if key not in ever]  # of one silence is told once\n",
         "        new: list[str] = []\n",
         f"{N}/test_stalled.py::test_three_missing_heartbeats_are_told_once_and_so_is_the_return",
     ),
@@ -300,8 +335,8 @@ SILENCE = [
     Bug(
         "the absence of the collector is not held against a run",
         "stale_run:StalledWatch.look",
-        "{} if 0 <= now - self._began < self._after_s else self._silent(conn, now)",
-        "self._silent(conn, now)",
+        "0 <= now - self._began < self._after_s",
+        "False",
         f"{N}/test_stalled.py::test_the_collectors_own_absence_is_not_held_against_a_run",
     ),
 ]

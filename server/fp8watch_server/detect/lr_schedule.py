@@ -104,17 +104,22 @@ class Schedule:
             return self._peak
         return self.usual_lr if self.jump_step is None or self.last_leap is None else self.last_leap[1]
 
-    def risen(self, step: int) -> tuple[int, float, float] | None:
-        """The leap or climb that what began at `step` may follow: (its first step, LR before, LR)."""
-        near = self.risen_step is not None and self.last_leap is not None and step <= self.risen_step + AFTER_RISE_STEPS
+    def risen(self, step: int, first: int | None = None) -> tuple[int, float, float] | None:
+        """The leap or climb that what began at `step` may follow: (its first step, LR before, LR).
+
+        Args:
+            first: first step in which it may have begun, where it was seen later.
+        """
+        first = step if first is None else first
+        near = self.risen_step is not None and first <= self.risen_step + AFTER_RISE_STEPS
         return self.last_leap if near and self.last_leap is not None and self.last_leap[0] <= step else None
 
     def resume(self) -> None:
-        """A new session: its LR is held against the usual one from its first step on."""
+        """A new session: its LR is held against the usual one from its first step on. Within the first warm-up none is usual."""
         self.jump_step, self.last_leap, self.risen_step, self.fallen_step = None, None, None, None
         self._rise, self._climbs = None, False
-        if self.usual_lr is not None:  # what it rises from is the schedule, not the step before a warm-up
-            self._last_lr = self.usual_lr
+        # What it rises from is the schedule, not the step before a warm-up.
+        self._last_lr = self.usual_lr if self._peak is not None else None
 
     def warm(self, step: int) -> bool:
         """Whether statistical tests may judge this step."""

@@ -24,8 +24,9 @@ from fp8watch_server.incidents.silences import silences_of
 from fp8watch_server.store.rows import IncidentFields
 
 FLAPPING_MESSAGES = 2
-"""Firing messages per run, mode and module within FLAPPING_S; what comes after is on the pages only."""
+"""Firing messages per run, mode and module, or logged scalar, that are no less grave, within FLAPPING_S; what comes after is on the pages only."""
 FLAPPING_S = 3600.0
+_SEVERITIES = ("info", "warning", "critical")
 
 
 def contract_incident(row: Mapping[str, Any], public_url: str) -> Incident:
@@ -41,7 +42,8 @@ def write_firing(conn: sa.Connection, row: Mapping[str, Any], now: float, public
         return f"silenced by {silence}"
     before = _fired_before(conn, row, now)
     if before >= FLAPPING_MESSAGES:
-        return f"held back: {before} of the same mode and module within {FLAPPING_S / 60:g} minutes"
+        same = "scalar" if row["mode"] == "scalar-shift" else "mode and module"
+        return f"held back: {before} of the same {same} within {FLAPPING_S / 60:g} minutes"
     note = ""
     if before == FLAPPING_MESSAGES - 1:
         note = f"It comes and goes: more of the same within {FLAPPING_S / 60:g} minutes are on the pages only."
@@ -120,6 +122,7 @@ def _silenced_by(conn: sa.Connection, row: Mapping[str, Any], now: float) -> str
 
 
 def _fired_before(conn: sa.Connection, row: Mapping[str, Any], now: float) -> int:
+    """Incidents of the last hour that were told of, are about the same, and no less grave."""
     i, o = schema.incident, schema.outbox
     rows = conn.execute(
         sa.select(i.c.id, i.c.place)
@@ -137,12 +140,29 @@ def _fired_before(conn: sa.Connection, row: Mapping[str, Any], now: float) -> in
             i.c.run_id == row["run_id"],
             i.c.tenant == row["tenant"],
             i.c.mode == row["mode"],
+            i.c.severity.in_(_SEVERITIES[_SEVERITIES.index(row["severity"]) :]),
             i.c.opened_at > now - FLAPPING_S,
             i.c.id != row["id"],
         )
     )
     module = row["place"].get("module")
-    return len({id for id, place in rows if place.get("module") == module})
+    same = {str(id) for id, place in rows if place.get("module") == module}
+    return len(_of_its_scalars(conn, row, same) if same and row["mode"] == "scalar-shift" else same)
+
+
+def _of_its_scalars(conn: sa.Connection, row: Mapping[str, Any], others: set[str]) -> set[str]:
+    """Those of the other incidents that tell of a logged scalar that this one tells of: names are the places of scalars."""
+    e = schema.incident_event
+    told: dict[str, set[str]] = {}
+    for incident_id, detail in conn.execute(
+        sa.select(e.c.incident_id, e.c.detail).where(
+            e.c.run_id == row["run_id"], e.c.tenant == row["tenant"], e.c.incident_id.in_([*others, row["id"]])
+        )
+    ):
+        if name := detail.get("scalar"):
+            told.setdefault(str(incident_id), set()).add(name)
+    mine = told.get(row["id"])
+    return {other for other in others if mine is None or mine & told.get(other, set())}
 
 
 def _write(

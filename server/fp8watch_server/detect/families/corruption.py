@@ -11,6 +11,10 @@ is seen, they read it: it was there first.
 Where ranks hold different weights under one name (stages of a pipeline that name their layers alike, parts of a sharded one), what is
 followed is the largest of them: a step in which others of them sent it says nothing of how it moved.
 
+Where weights that are looked at between two steps of the optimizer were not as it had left them, something wrote them: a reset, a
+merge, a load of one part. The few elements that are looked at in each weight are others where all of it is written, and seldom where one bit flips:
+the leap is a warning then, unless values break behind it.
+
 A flip leaps once. A leap of less than `CERTAIN_OCTAVES` waits for the next step: where the weight goes on by as much, it grows,
 and is told as outlier-growth after the third step of it.
 """
@@ -18,11 +22,12 @@ and is told as outlier-growth after the third step of it.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
+from fp8watch_agent.training_names import CHANGED, WEIGHTS_CHANGED, WEIGHTS_LOOKED, WRITTEN
 from fp8watch_server.detect.baseline import MAD_TO_SIGMA, Baseline
 from fp8watch_server.detect.context import Context, damage
 from fp8watch_server.detect.cross_rank_step import CrossRankStep
@@ -50,6 +55,18 @@ GOES_ON = 0.5
 """Share of a leap by which the weight must move on, the same way, for it to be growth."""
 CLIMB_STEPS = 3
 """Leaps in a row that are growth."""
+WRITTEN_BEFORE = 8
+"""Observed steps in which no weight was written before: what writes them every few steps explains no leap."""
+
+
+@dataclass(frozen=True)
+class _Writes:
+    """Weights that something wrote between the optimizer's last step and this one."""
+
+    step: int
+    changed: int
+    looked: int
+    first: str  # of the parameter, or of its moment; "" where it is not known
 
 
 class Corruption(Detector):
@@ -58,6 +75,11 @@ class Corruption(Detector):
     modes = ("silent-data-corruption", "outlier-growth")
     _turn: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
     """Steps between the last two looks at each. [S]"""
+    _num_steps = 0
+    """Observed; a state that was saved before has none of this and the next."""
+    _last_written: int | None = None
+    """Which of them is the last before which weights were written."""
+    _writes: _Writes | None = None
 
     def __init__(self, num_sites: int) -> None:
         self._last = np.full(num_sites, np.nan)
@@ -96,11 +118,12 @@ class Corruption(Detector):
         self._last[:], self._last_at[:], self._last_step = np.nan, -1, None
         self._reason[:], self._looked_at = False, None
         self._climbs[:], self._leaped[:], self._began[:], self._held = 0, 0.0, np.nan, None
-        self._blind = True
+        self._blind, self._writes = True, None
 
     def cut_off(self, now: CrossRankStep, limit: Limits) -> list[Finding]:
         """Values broke: a leap that waited for this step is told as it was, and one that was there before they broke."""
         held, self._held = self._held, None
+        self._notice_written(now)
         first = self._was_there_first(now, limit)
         self._blind = True
         return [f for f in (held, first) if f is not None]
@@ -134,6 +157,7 @@ class Corruption(Detector):
     def observe(self, ctx: Context) -> list[Finding]:
         """Judge one step."""
         now, weights, self._blind = ctx.now, ctx.weights(), False
+        self._notice_written(now)
         reason, self._reason = self._reason, self._had_a_reason(ctx)
         looked_at, self._looked_at = self._looked_at, (now.step, self._gradients_known(ctx))
         amax = np.where(weights, now.log2_amax, np.nan)
@@ -188,9 +212,33 @@ class Corruption(Detector):
             return found
         return [*found, corrupted]
 
-    @staticmethod
+    def _notice_written(self, now: CrossRankStep) -> None:
+        self._num_steps += 1
+        views = sorted(now.views, key=lambda view: view.rank)
+        logs = next((logs for view in views if (logs := view.logs()).get(WEIGHTS_CHANGED)), None)
+        if logs is None:
+            return
+        last, self._last_written = self._last_written, self._num_steps
+        self._writes = None
+        if last is None or self._num_steps - last > WRITTEN_BEFORE:
+            name = next((n.removeprefix(p) for n in logs for p in (WRITTEN, CHANGED) if n.startswith(p)), "")
+            looked = int(logs.get(WEIGHTS_LOOKED, 0))
+            self._writes = _Writes(now.step, int(logs[WEIGHTS_CHANGED]), looked, name.rpartition(" of ")[2])
+
+    def _written(self, now: CrossRankStep, leap: Mask, last_at: npt.NDArray[np.int64]) -> tuple[int, int, bool] | None:
+        """(weights that something wrote since the looks before, of those looked at, whether the one that leaped is known to be one of
+        them); None where that explains no leap."""
+        by, rows = self._writes, now.in_flow(leap)
+        if by is None or by.step < last_at[rows].max():
+            return None
+        modules = {now.table.facts[row].module for row in rows}
+        known = any(by.first == module or by.first.startswith(f"{module}.") for module in modules)
+        if by.changed < len(modules) or (by.changed == 1 and by.first and not known):
+            return None
+        return by.changed, by.looked, known and len(modules) == 1
+
     def _leap(
-        now: CrossRankStep, leap: Mask, move: Floats, usual: Floats, known: Mask, ordinary: bool, last_at: npt.NDArray[np.int64],
+        self, now: CrossRankStep, leap: Mask, move: Floats, usual: Floats, known: Mask, ordinary: bool, last_at: npt.NDArray[np.int64],
         norms: tuple[float | None, float] = (None, math.nan), *, seen: bool = True, first: bool = False, new: bool = False,
     ) -> Finding:  # fmt: skip
         """Weights that leaped alone, after a gradient that was ordinary or is not known.
@@ -201,7 +249,7 @@ class Corruption(Detector):
             new: they leaped by little, and how this optimizer moves weights has hardly been seen.
         """
         rows = now.in_flow(leap)
-        row = int(rows[0])
+        row, written = int(rows[0]), self._written(now, leap, last_at)
         after, before = 2.0 ** now.log2_amax[row], 2.0 ** (now.log2_amax[row] - move[row])
         evidence = [
             Evidence("amax_move", round(float(move[row]), 3), round(float(usual[row]), 4), "octaves", now.step),
@@ -211,9 +259,11 @@ class Corruption(Detector):
         norm, usual_norm = norms
         if norm is not None and math.isfinite(usual_norm):
             evidence.append(Evidence("grad_norm", float(f"{norm:.4g}"), float(f"{usual_norm:.4g}"), "", None))
+        if written is not None and self._writes is not None:
+            evidence.append(Evidence("weights_changed", written[0], 0, f"of {written[1]} looked at", self._writes.step))
         return now.finding(
             "silent-data-corruption",
-            "warning" if new else "critical",
+            "warning" if new or (written is not None and not first) else "critical",
             rows,
             evidence,
             "shared" if ordinary else "unknown",
@@ -222,6 +272,7 @@ class Corruption(Detector):
             octaves=float(move[row]),
             by_hash=False,
             gradient_seen=ordinary,
+            written=written,
             seen=seen,
             first=first,
             not_before=now.step if first else None,

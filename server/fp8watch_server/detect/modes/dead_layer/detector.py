@@ -76,7 +76,7 @@ class DeadLayers(Detector):
         inputs, gradients = (_by_module(low & (table.role == role), ctx) for role in (INPUT, GRAD_OUTPUT))
         hit = self._latch.update(far | (low & inputs & gradients), named, now.step)
         if hit.any():
-            return [self._collapsed(ctx, hit, gone)]
+            return [self._collapsed(ctx, hit, gone, named)]
         return [self._no_longer(ctx, absent)] if absent.any() else []
 
     def _absent(self, ctx: Context) -> Mask:
@@ -91,7 +91,7 @@ class DeadLayers(Detector):
         due = (self._pause >= need) & ((self._pause - need) % REPEAT_STEPS == 0)
         return np.asarray(asked & ctx.known(ctx.base.amax) & due)
 
-    def _collapsed(self, ctx: Context, hit: Mask, gone: Mask) -> Finding:
+    def _collapsed(self, ctx: Context, hit: Mask, gone: Mask, measured: Mask) -> Finding:
         now, table = ctx.now, ctx.now.table
         rows = now.in_flow(hit)
         row = int(rows[0])
@@ -112,10 +112,11 @@ class DeadLayers(Detector):
         if tokens is not None:
             evidence.append(Evidence("tokens", tokens, None, "tokens", None))
         which = "both" if len(of_input) and len(of_gradient) else "input" if len(of_input) else "gradient"
-        zeros = bool(gone[row])
+        other = table.role == (GRAD_OUTPUT if which == "input" else INPUT)
         return now.finding(
-            "dead-layer", "info", rows, evidence, "shared", tokens=tokens, began=since, which=which, zeros=zeros
-        )
+            "dead-layer", "info", rows, evidence, "shared", tokens=tokens, began=since, which=which, zeros=bool(gone[row]),
+            other_measured=bool(np.any(measured & other & (table.module == table.module[row]))),
+        )  # fmt: skip
 
     def _no_longer(self, ctx: Context, absent: Mask) -> Finding:
         """No record comes any more: of a module that is not called, or that no gradient reaches."""

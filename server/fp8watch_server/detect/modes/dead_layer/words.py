@@ -37,15 +37,18 @@ def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
             f"({'; '.join(filter(None, fell))}): the layer adds nothing and learns nothing.{got}",
         )
     how = "is all zero" if f.extra.get("zeros") else "collapsed"
+    other = f.extra.get("other_measured")
     if which == "input":
-        return (
-            f"The input of {module} {how}",
-            f"{fell[0]}{since(f)}. Its gradient did not fall as far, as behind a residual connection: the layer adds "
-            f"nothing, and the others go on.{got}",
+        beside = (
+            "Its gradient did not fall as far, as behind a residual connection: the layer adds nothing, and the others go on."
+            if other
+            else "Its gradient was not measured in this step. The layer adds nothing."
         )
+        return f"The input of {module} {how}", f"{fell[0]}{since(f)}. {beside}{got}"
+    beside = "its input did not" if other else "its input was not measured in this step"
     return (
         f"The gradient of {module} {how}",
-        f"{fell[1]}{since(f)}, less what all gradients did; its input did not. The layer no longer learns: its output is "
+        f"{fell[1]}{since(f)}, less what all gradients did; {beside}. The layer no longer learns: its output is "
         f"frozen, cut off or masked.{got}",
     )
 

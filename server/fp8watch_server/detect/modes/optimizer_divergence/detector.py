@@ -47,6 +47,8 @@ class Divergence(Detector):
     """Observed; a state that was saved before has none of this and the next."""
     _written: int | None = None
     """Which of them is the last before which something other than an optimizer wrote most weights."""
+    _first: int | None = None
+    """First step in which what grows may have begun to: that after the look before the one that showed it."""
 
     def __init__(self, num_sites: int) -> None:
         self._amax = Baseline(num_sites, GROWTH_STEPS + 1)  # log2, the newest, clean or not
@@ -142,7 +144,7 @@ class Divergence(Detector):
         if not ctx.warm or int(self._rate.count[0]) < MIN_BASELINE:
             return None
         if not self._num_over:
-            self._onset = ctx.now.step
+            self._onset, self._first = ctx.now.step, self._steps[-2] + 1
         self._num_over += 1
         if self._num_over < CONSECUTIVE:
             return None
@@ -181,7 +183,8 @@ class Divergence(Detector):
             Evidence("growing_weights", num_growing, 0, f"of {num_moving} weights", onset),
         ]
         lr, usual_lr, jump_step = now.scalar("lr"), ctx.schedule.lr_before, ctx.schedule.jump_step
-        jumped = jump_step is not None and usual_lr is not None and lr is not None
+        risen = ctx.schedule.risen(onset, self._first)  # an LR that left its range long before is another story
+        jumped = risen is not None and jump_step is not None and usual_lr is not None and lr is not None
         if lr is not None and usual_lr is not None:
             evidence.insert(0 if jumped else 2, Evidence("lr", lr, usual_lr, "", jump_step if jumped else None))
         loss, usual_loss = now.scalar("loss"), float(ctx.base.loss.median()[0])

@@ -32,7 +32,8 @@ class Known:
     """A warning when it stays this many times above what it was."""
 
 
-_ROLLOUT = r"(?:rollout|gen(?:eration)?|infer(?:ence)?|sampl(?:er|ing)|vllm|sglang|mismatch)"
+_ROLLOUT = r"(?:rollout|(?<![a-z])(?:gen(?:erat[a-z]*)?(?![a-z])|infer|sampl(?:er|ing))|vllm|sglang|mismatch)"
+"""The short ones stand inside other words: agent, divergence, resampling."""
 _TABLE: tuple[tuple[re.Pattern[str], Known], ...] = (
     (
         re.compile(r"token_mult_prob_error|mult_prob_error"),
@@ -55,7 +56,7 @@ _TABLE: tuple[tuple[re.Pattern[str], Known], ...] = (
         Known(ENTROPY, "the entropy of the policy", None, least=0.02),
     ),
 )
-_NEVER = re.compile(r"_std\b|_max\b|_min\b|coef|loss|penalty|thresh|target|beta")
+_NEVER = re.compile(r"(?:^|[/_.])(?:std|max|min)(?![a-z0-9])|coef|loss|penalty|thresh|target|beta")
 """Extremes of one token are large in health; coefficients and losses are no measurements of the mismatch."""
 
 

@@ -53,15 +53,36 @@ def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
         else "and the gradient before it was not measured. A flipped bit in the weight or in the optimizer's state does that; "
         "so does a gradient that was as large."
     )
+    if f.extra.get("written"):
+        gradient = _of_writes(f)
     alone = ", alone" if evidence(f, "leaping_weights") is not None else ""
     without = " without a large gradient" if f.extra.get("gradient_seen") else ""
     last, at = f.extra.get("between") or (-1, 0)
     since, within = "", "in one step"
     if 0 <= last < at - 1:
         since, within = f", since a step from {last + 1} to {at}", f"between the looks at steps {last} and {at}"
+    if f.extra.get("written"):
+        it = f.extra["written"][2]
+        without = (
+            ": something wrote it while no optimizer ran"
+            if it
+            else ", where weights were written while no optimizer ran"
+        )
     return (
         f"Weight of {module}{expert_words(f)} leaped by {number(f.extra.get('octaves'))} octaves{without}{since}",
         f"amax of the weight of {module}{expert_words(f)} leaped by {number(f.extra.get('octaves'))} octaves {within}{alone}, {gradient}",
+    )
+
+
+def _of_writes(f: Finding) -> str:
+    """What is known of a weight that leaped where something wrote weights."""
+    changed, looked, it = f.extra["written"]
+    whose = "its own" if it and changed == 1 else f"those of {changed}"
+    which = ", its own among them," if it and changed > 1 else ""
+    return (
+        f"where something wrote {'it' if it and changed == 1 else 'weights'} between two steps of the optimizer: some elements of each of {looked} weights are held against what it left "
+        f"behind its step before, and {whose}{which} were others. A weight that is drawn anew, adapters that are merged into it and a load of one part do "
+        "this, and memory of which a part was lost. A bit that flips does it too, but is seen there only where it lies in these few elements."
     )
 
 
@@ -164,6 +185,12 @@ def fixes(p: Place) -> list[Fix]:
             Fix("code", "Look at what wrote this weight between the two steps: a gather or a broadcast, an offload, a shared buffer, a fused update. If it is pruned on purpose: nothing."),
             Fix("hardware", "Where nothing of it runs: drain the node of that rank, and test its memory."),
             Fix("code", "Go back to the checkpoint before it: what is lost does not come back by itself."),
+        ]  # fmt: skip
+    if p.extra.get("written"):
+        return [
+            Fix("code", "Look at what writes weights between two optimizer steps there: a reset of layers, a head that is drawn anew, a merge of adapters, a load, a callback. If it is meant: nothing."),
+            Fix("hardware", "Where nothing of it runs: drain the node of that rank, and test its memory."),
+            Fix("code", "Then go back to the checkpoint before it."),
         ]  # fmt: skip
     host = p.extra.get("host")
     node = f"Drain {host or 'the node of that rank'} and test its memory and links; keep it out until it passes."
