@@ -76,10 +76,10 @@ class SiteNumerics:
 
 def recipe_of(tensor: Any, tile: tuple[int, int], bound: bool) -> str:
     """Our name of a tensor's recipe. `bound`: whether the scale comes from this operand, not from a history."""
+    if hasattr(tensor, "_scale_inv"):  # per tensor: its tile is its shape, which may be any
+        return "current" if bound else "delayed"
     if BLOCK in tile:
         return "nvfp4"
-    if hasattr(tensor, "_scale_inv"):
-        return "current" if bound else "delayed"
     return "mxfp8" if 32 in tile else "blockwise"
 
 

@@ -10,6 +10,7 @@ import torch
 from te.te_training import train
 from torch import nn
 
+from fp8watch.integrations.te_modules import numerics_of
 from fp8watch.integrations.te_tensors import QuantizedView, read, view_of
 from fp8watch.numerics.formats import FORMATS
 from fp8watch_agent.record import Measured
@@ -163,3 +164,16 @@ def test_formats_are_read_by_name_whatever_their_number(te: ModuleType) -> None:
     view = read(stored(_fp8_dtype=DType.kFloat8E5M2), False)
     assert isinstance(view, QuantizedView)
     assert view.fmt is FORMATS["E5M2"]
+
+
+@pytest.mark.parametrize("shape", [(16, 128), (128, 16), (32, 64), (7, 5)])
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_one_scale_a_tensor_is_told_by_itself_whatever_the_shape(shape: tuple[int, int], recipe: str) -> None:
+    quantizer = SimpleNamespace() if recipe == "delayed" else SimpleNamespace(force_pow_2_scales=False)
+    held = SimpleNamespace(
+        _fp8_dtype="E4M3", _data=torch.zeros(shape, dtype=torch.uint8), _scale_inv=torch.ones(1), _quantizer=quantizer
+    )
+    view = read(held, False)
+    assert isinstance(view, QuantizedView)
+    assert view.tile == shape
+    assert numerics_of(held, view, exact=True).recipe == recipe
