@@ -39,6 +39,9 @@ BUGS = [
     Bug("somebody else's wrapper is not taken away", "te_seams:Seams.put_back",
         "while isinstance(current, Seam):", "setattr(module, name, seam.original)\n            while isinstance(current, Seam):",
         f"{OBSERVER}::test_what_somebody_else_has_wrapped_since_stays"),
+    Bug("AMD's own formats are not taken for others", "te_tensors:_is_fnuz",
+        '.startswith("gfx94")', '.startswith("none")',
+        f"{UNREAD}::test_amds_own_formats_are_not_read_by_the_names_of_others"),
 ]  # fmt: skip
 
 

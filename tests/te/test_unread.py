@@ -146,6 +146,29 @@ def test_each_reason_is_told(tensor: Any, reason: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("hip", "architecture", "is_read"),
+    [
+        ("7.0", "gfx942:sramecc+:xnack-", False),
+        ("7.0", "gfx940", False),
+        ("7.0", "gfx950:sramecc+:xnack-", True),
+        ("7.0", "gfx90a", True),
+        (None, "gfx942", True),
+    ],
+)
+def test_amds_own_formats_are_not_read_by_the_names_of_others(
+    monkeypatch: pytest.MonkeyPatch, hip: str | None, architecture: str, is_read: bool
+) -> None:
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    facts = SimpleNamespace(gcnArchName=architecture)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: facts)
+    one = stored(_scale_inv=torch.ones(1), _data=torch.zeros(2, 2, dtype=torch.uint8))
+    for held in (stored(), one):
+        got = read(held, False)
+        assert isinstance(got, QuantizedView) if is_read else got == "AMD's fnuz formats are not read here"
+
+
+@pytest.mark.parametrize(
     "names", [("rowwise_gemm_tensor", "columnwise_gemm_tensor"), ("rowwise_sub_storage", "columnwise_sub_storage")]
 )
 def test_tensors_of_two_directions_are_read_one_by_one(names: tuple[str, str]) -> None:
