@@ -11,7 +11,7 @@ _ELSEWHERE = f"{_T}test_operands_elsewhere_are_not_looked_at"
 
 BUGS = [
     Bug("a Linear that is moved computes as before", "fp8_linear:WatchedLinear.forward",
-        "if input.device.type != self.__dict__[DEVICE_KEY] and is_moved(self):", "if False:", _MOVED),
+        "if input.device != self.__dict__[DEVICE_KEY] and is_moved(self):", "if False:", _MOVED),
     Bug("that a Linear that is moved ran is noted", "moved_linear:as_before", "note_rest(plan, number, y, y)", "pass",
         f"{_T}test_steps_of_linears_alone_that_are_moved_end"),
     Bug("a loss that is not read is said", "step_flush:StepFlush._split", "self._leave_there(name, value)", "pass",
@@ -24,6 +24,12 @@ BUGS = [
         "if observing and self.elsewhere(x_MK):", "if False:", _ELSEWHERE),
     Bug("a probe elsewhere is not looked at", "observation_plan:ObservationPlan.note_probe",
         " or self.elsewhere(y):", ":", _ELSEWHERE),
+    Bug("each GPU is a device of its own", "observation_plan:ObservationPlan.elsewhere", "x.device != slab.device", "x.is_cpu",
+        f"{_T}test_each_gpu_is_a_device_of_its_own"),
+    Bug("a module on another GPU is moved", "moved_linear:is_moved", "first.device != known", "first.device.type != known.type",
+        f"{_T}test_each_gpu_is_a_device_of_its_own"),
+    Bug("what was measured elsewhere is not merged", "observation_plan:ObservationPlan.record",
+        "if not self.elsewhere(stats.amax):", "if True:", f"{_T}test_what_was_measured_elsewhere_is_not_merged"),
     Bug("rows of the reference have a place of their own", "row_fold:sections",
         "dtype=torch.int32, device=stats.amax.device", "dtype=torch.int32", f"{_PLACE}[reference-blockwise]"),
     Bug("numbers of an optimizer's steps have a place of their own", "update_turns:_times",
