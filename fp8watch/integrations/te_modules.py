@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from fp8watch.integrations.te_debug import shows_all
-from fp8watch.integrations.te_nvfp4 import BLOCK
+from fp8watch.integrations.te_nvfp4 import is_nvfp4
 from fp8watch.integrations.te_tensors import QuantizedView, is_quantized
 from fp8watch.numerics.formats import E2M1
 
@@ -76,9 +76,9 @@ class SiteNumerics:
 
 def recipe_of(tensor: Any, tile: tuple[int, int], bound: bool) -> str:
     """Our name of a tensor's recipe. `bound`: whether the scale comes from this operand, not from a history."""
-    if BLOCK in tile:
+    if is_nvfp4(tensor):
         return "nvfp4"
-    if hasattr(tensor, "_scale_inv"):
+    if hasattr(tensor, "_scale_inv"):  # per tensor: its tile is its shape, which may be any
         return "current" if bound else "delayed"
     return "mxfp8" if 32 in tile else "blockwise"
 

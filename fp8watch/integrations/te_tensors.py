@@ -70,6 +70,8 @@ def read(tensor: Any, columnwise: bool) -> QuantizedView | str:
         if isinstance(tensor, torch.Tensor) and tensor.dtype.is_floating_point and tensor.element_size() > 1:
             return "not in FP8: the module ran outside autocast, or its recipe leaves it in high precision"
         return "its codes lie in a way that is not known"
+    if torch.version.hip is not None and _is_fnuz(tensor):
+        return "AMD's fnuz formats are not read here"
     fmt = _format(tensor)
     if fmt is None:
         return f"format {tensor._fp8_dtype!r} is not known"
@@ -99,6 +101,14 @@ def _format(tensor: Any) -> Fp8Format | None:
     kind = tensor._fp8_dtype
     name = str(getattr(kind, "name", kind)).upper()
     return next((fmt for key, fmt in FORMATS.items() if key in name), None)
+
+
+def _is_fnuz(tensor: Any) -> bool:
+    """Whether codes on a ROCm device are those of E4M3 and E5M2 fnuz, which have the names of the others: on gfx94x."""
+    held = (getattr(tensor, name, None) for name in ("_data", "_transpose", "_rowwise_data", "_columnwise_data"))
+    index = next((data.device.index for data in held if data is not None), None)
+    properties: Any = torch.cuda.get_device_properties(torch.cuda.current_device() if index is None else index)
+    return str(getattr(properties, "gcnArchName", "")).startswith("gfx94")
 
 
 def _flat(data: torch.Tensor) -> torch.Tensor:

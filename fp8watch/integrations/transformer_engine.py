@@ -22,8 +22,7 @@ from __future__ import annotations
 
 import importlib
 import threading
-from collections.abc import Callable
-from types import ModuleType
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -42,6 +41,7 @@ from fp8watch.integrations.te_modules import (
 from fp8watch.integrations.te_nvfp4 import rotated
 from fp8watch.integrations.te_package import load
 from fp8watch.integrations.te_products import products_of
+from fp8watch.integrations.te_seams import Seams
 from fp8watch.integrations.te_stats import derived, exact, num_suspect
 from fp8watch.integrations.te_tensors import QuantizedView, direction_of, read
 from fp8watch.integrations.te_turns import TeTurns
@@ -109,7 +109,7 @@ class TeObserver:
         self._suspects: dict[int, torch.Tensor] = {}
         self._local = threading.local()
         self._hooks: list[Any] = []
-        self._wrapped: list[tuple[ModuleType, str, Any]] = []
+        self._seams = Seams()
 
     def start(self) -> str | None:
         """Install the hooks. Returns None, or the reason why GEMMs are not observable: then nothing is observed."""
@@ -120,11 +120,8 @@ class TeObserver:
         for name in _MODULE_FILES:
             module = importlib.import_module(f"{package.__name__}.module.{name}")
             for function in _FUNCTIONS:
-                original = getattr(module, function, None)
-                if original is not None:
-                    self._wrapped.append((module, function, original))
-                    setattr(module, function, self._wrap(original))
-        if not self._wrapped:
+                self._seams.replace(module, function, self._multiply)
+        if not self._seams:
             return f"transformer_engine {reason} has no {' or '.join(_FUNCTIONS)} in its modules: not a version that is known"
         for te in self.modules:
             self._hooks.append(te.module.register_forward_pre_hook(Hook(self._before(te))))
@@ -140,10 +137,8 @@ class TeObserver:
         self._debugs = False
         for hook in self._hooks:
             hook.remove()
-        for module, name, original in reversed(self._wrapped):
-            setattr(module, name, original)
+        self._seams.put_back()
         self._hooks.clear()
-        self._wrapped.clear()
 
     def take_suspects(self) -> dict[int, int]:
         """Rows with suspect tiles since the last call, and how many. Synchronises with the device."""
@@ -253,23 +248,20 @@ class TeObserver:
             return frame
         return self._stack()[-1] if self._stack() else None
 
-    # ---- GEMM wrappers -------------------------------------------------------------------------------------
+    # ---- GEMMs -------------------------------------------------------------------------------------
 
-    def _wrap(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def product(*args: Any, **kwargs: Any) -> Any:
-            layout, turns = str(kwargs.get("layout", "TN")), self.turns
-            turn = turns is not None and turns.any
-            if len(args) >= 2:
-                self._guard.run("te gemm", self._see, args[0], args[1], layout, self.sample.any_full or turn)
-            out = original(*args, **kwargs)
-            frame = self._frame(layout != "TN") if len(args) >= 2 else None
-            if frame is not None and not (frame.again and layout == "TN"):  # else a recomputation
-                self._guard.run("te product", self._made, frame, args[0], args[1], layout, kwargs, out)
-            return out
+    def _multiply(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        layout, turns = str(kwargs.get("layout", "TN")), self.turns
+        turn = turns is not None and turns.any
+        if len(args) >= 2:
+            self._guard.run("te gemm", self._see, args[0], args[1], layout, self.sample.any_full or turn)
+        out = original(*args, **kwargs)
+        frame = self._frame(layout != "TN") if len(args) >= 2 else None
+        if frame is not None and not (frame.again and layout == "TN"):  # else a recomputation
+            self._guard.run("te product", self._made, frame, args[0], args[1], layout, kwargs, out)
+        return out
 
-        return product
-
-    def _made(self, frame: Frame, a: Any, b: Any, layout: str, how: dict[str, Any], out: Any) -> None:
+    def _made(self, frame: Frame, a: Any, b: Any, layout: str, how: Mapping[str, Any], out: Any) -> None:
         """What a GEMM returned: whether it is finite, and in the module's turn whether it is the product."""
         products = products_of(frame, self._rows, a, b, layout, how, out)
         if not how.get("accumulate"):

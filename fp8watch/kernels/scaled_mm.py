@@ -29,6 +29,8 @@ import torch.nn.functional as F
 
 NAME = "scaled_mm"
 BLOCK = 128
+TILES = ((1, BLOCK), (BLOCK, BLOCK), (1, BLOCK))
+"""Of input, weight and grad_output: what `fprop`, `dgrad` and `wgrad` multiply."""
 MULTIPLE = 16  # rows and columns of the product, and the contraction: padded with zeros
 _BLOCKS_AT_ONCE = 4  # 128×128 scales lie in lines of 16 bytes
 _CUBLASLT = 120900

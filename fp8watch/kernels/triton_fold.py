@@ -364,6 +364,8 @@ class FoldedLines:
 
     def _merge(self, buffer: torch.Tensor, rows: tuple[int, int], call_order: int, second: FoldedLines | None) -> None:
         assert self.lines is not None
+        if self.lines.device != buffer.device:  # a kernel would read and write the memory of another device
+            raise ValueError(f"measured on {self.lines.device}, rows on {buffer.device}: must be one device")
         num_programs = 1 + (64 + (32 if self.heavy else 0)) // HIST_COLUMNS
         other = self if second is None else second
         with on_device_of(buffer):

@@ -318,7 +318,7 @@ class WatchedLinear(nn.Linear):
             return F.linear(input, self.weight, self.bias)
         if type(self.weight) is not nn.Parameter and is_dtensor(self.weight):
             return as_before(self, input, self.__dict__[NUMBER_KEY])
-        if input.device.type != self.__dict__[DEVICE_KEY] and is_moved(self):
+        if input.device != self.__dict__[DEVICE_KEY] and is_moved(self):
             return as_before(self, input, self.__dict__[NUMBER_KEY])
         if not self.__dict__[OBSERVE_KEY]:
             how, scaled = self.__dict__[LAYOUT_KEY], self.__dict__.get(SCALED_KEY)
@@ -377,7 +377,7 @@ def take_over(
     """Put a Linear on its site, in place. `how` and `scaled` are constants: compiled code is made for them. `mixin` goes
     over its class."""
     module.__dict__[SITE_KEY], module.__dict__[NUMBER_KEY] = site, int(site)
-    module.__dict__[DEVICE_KEY] = module.weight.device.type
+    module.__dict__[DEVICE_KEY] = module.weight.device
     if scaled is not None:
         module.__dict__[SCALED_KEY] = scaled
     module.__dict__[LAYOUT_KEY] = how

@@ -1,4 +1,4 @@
-"""Modules that are on another kind of device than where attach found them: `attach(model)`, then `model.cuda()`.
+"""Modules that are on another device than where attach found them: `attach(model)`, then `model.cuda()`.
 
 Shapes:     [..., K] -> [..., N], as without us     Thread: training
 
@@ -17,13 +17,13 @@ from fp8watch.layers.local_part import local_part
 from fp8watch.layers.observe_linear import note_rest
 
 DEVICE_KEY = "_fp8watch_device"
-"""Of a module that attach took over: the type of the device that its backend and its rows are made for."""
+"""Of a module that attach took over: the device that its backend and its rows are made for, with its index."""
 
 
 def is_moved(module: nn.Module) -> bool:
-    """Whether the parameters of a module that attach took over are on another kind of device now."""
+    """Whether the parameters of a module that attach took over are on another device now."""
     known, first = module.__dict__.get(DEVICE_KEY), next(module.parameters(), None)
-    return known is not None and first is not None and first.device.type not in (known, "meta")
+    return known is not None and first is not None and first.device != known and first.device.type != "meta"
 
 
 def as_before(module: nn.Linear, x: Tensor, number: int) -> Tensor:

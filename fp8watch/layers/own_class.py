@@ -142,7 +142,7 @@ def look_at(
     lead_to_class(module)
     module.__dict__[SITE_KEY] = gemms.any_site
     module.__dict__[GEMMS_KEY] = gemms
-    module.__dict__[DEVICE_KEY] = next(module.parameters()).device.type
+    module.__dict__[DEVICE_KEY] = next(module.parameters()).device
     if computes:
         global _outside_of_graphs
         if _outside_of_graphs is _compute:

@@ -8,8 +8,9 @@ The way of backends that do not fold by themselves; nothing here reads a value b
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
-from functools import lru_cache
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -63,33 +64,39 @@ def sections(stats: Call) -> Sections:
     """Fold what a backend in plain torch left into the sections of one slab row, on the device."""
     tiles = stats.tiles
     assert tiles is not None
-    shared = _shared(*stats.shape, *stats.tile_shape, stats.amax.device)
+    # numbers are written on the device: copied there, each would make the host wait
+    whole = partial(torch.full, dtype=torch.int32, device=stats.amax.device)
     bits = stats.amax.view(torch.int32) + (1 << 21)  # carries into the exponent where the mantissa is 1.75 or more
     buckets = bits.bitwise_right_shift_(23).sub_(_AMAX_BUCKET_SHIFT).clamp_(1, NUM_AMAX_BUCKETS - 1)
+    found = [stats.amax.view(-1).argmax(keepdim=True)]
     if tiles.invariant is None:
         low, high = torch.stack((stats.amax, stats.scale_inv, tiles.scale_ratio)).view(3, -1).aminmax(dim=1)
-        specials, off = shared.ordinary_tiles, shared.nowhere
+        specials, worst = whole((4,), 0), None
     else:
-        low, high, specials, off = _unusual(stats, tiles, tiles.invariant, buckets, shared)
-    counts = [shared.num_elements, tiles.counts.sum((1, 2))]
+        low, high, specials, worst, index = _unusual(stats, tiles, tiles.invariant, buckets)
+        found.append(index)
+    counts = [whole((1,), math.prod(stats.shape), dtype=torch.int64), tiles.counts.sum((1, 2))]
     sums = noise_max = noise_tile = None
     if tiles.heavy is not None:
-        ratio = tiles.heavy.noise_ratio.view(-1)
-        noise_max, index = ratio.max(0, keepdim=True)
-        noise_tile = shared.places.index_select(0, index).view(2)
+        noise_max, index = tiles.heavy.noise_ratio.view(-1).max(0, keepdim=True)
+        found.append(index)
         sums = tiles.heavy.sums
         counts.append(tiles.heavy.depth_hist)
+    places = _places(found, -(-stats.shape[1] // stats.tile_shape[1]))
+    if tiles.heavy is not None:
+        noise_tile = places[-1]
     firsts = None
-    if tiles.invariant is not None or tiles.first_nonfinite is not None:
-        firsts = torch.cat((off, shared.nowhere if tiles.first_nonfinite is None else tiles.first_nonfinite))
+    if worst is not None or tiles.first_nonfinite is not None:
+        off = whole((2,), -1) if worst is None else places[1].masked_fill(worst == 0, -1)
+        firsts = torch.cat((off, whole((2,), -1) if tiles.first_nonfinite is None else tiles.first_nonfinite))
     return Sections(
         sums,
         noise_max,
         torch.cat(counts),
-        torch.cat((specials, histogram(buckets, NUM_AMAX_BUCKETS))),
+        torch.cat((whole((1,), stats.amax.numel()), specials, whole((1,), 1), histogram(buckets, NUM_AMAX_BUCKETS))),
         high,
         low,
-        shared.places.index_select(0, stats.amax.view(-1).argmax(keepdim=True)).view(2),
+        places[0],
         noise_tile,
         firsts,
         stats.measured,
@@ -106,42 +113,24 @@ def groups_of(later: Iterable[str]) -> int:
 
 
 def _unusual(
-    stats: Call, tiles: PerTile, invariant: Invariant, buckets: torch.Tensor, shared: _Shared
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The sections that differ where tiles are zero, clamped, sentinel or off-scale; zero tiles to bucket 0."""
+    stats: Call, tiles: PerTile, invariant: Invariant, buckets: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What differs where tiles are zero, clamped, sentinel or off-scale: minima, maxima, how many there are of each, and how
+    far off scale the worst is, with its index. Zero tiles go to bucket 0."""
     amax, scale_inv, ratio = stats.amax, stats.scale_inv, tiles.scale_ratio
     zero = amax == 0
     buckets.masked_fill_(zero, 0)
     clamped = (amax < stats.eps) & ~zero
-    special = torch.stack((zero, clamped, amax == INF, invariant.off_scale))
-    specials = shared.ordinary_tiles.clone()
-    specials[1:5] = special.sum((1, 2))
+    specials = torch.stack((zero, clamped, amax == INF, invariant.off_scale)).sum((1, 2), dtype=torch.int32)
     highest = torch.stack((amax, scale_inv, ratio.where(invariant.included, 0.0)))
     lowest = torch.stack((amax.masked_fill(zero, INF), scale_inv, ratio.where(invariant.included, INF)))
-    worst, index = invariant.badness.view(-1).max(0, keepdim=True)
-    off = shared.places.index_select(0, index).view(2).masked_fill_(worst == 0, -1)
-    return lowest.amin((1, 2)), highest.amax((1, 2)), specials, off
+    return lowest.amin((1, 2)), highest.amax((1, 2)), specials, *invariant.badness.view(-1).max(0, keepdim=True)
 
 
-class _Shared(NamedTuple):
-    """What the shape alone decides, made once and kept on the device."""
-
-    num_elements: torch.Tensor  # int64 [1]
-    ordinary_tiles: torch.Tensor  # int32 [6]: num_tiles … num_calls of a call without any special tile
-    nowhere: torch.Tensor  # int32 [2]: (−1, −1)
-    places: torch.Tensor  # int32 [Mt·Kt, 2]: (row, column) of each tile
-
-
-@lru_cache(maxsize=256)
-def _shared(rows: int, columns: int, bm: int, bk: int, device: torch.device) -> _Shared:
-    mt, kt = -(-rows // bm), -(-columns // bk)
-    index = torch.arange(mt * kt, dtype=torch.int32, device="cpu")
-    return _Shared(
-        torch.tensor([rows * columns], dtype=torch.int64, device="cpu").to(device),
-        torch.tensor([mt * kt, 0, 0, 0, 0, 1], dtype=torch.int32, device="cpu").to(device),
-        torch.tensor([-1, -1], dtype=torch.int32, device="cpu").to(device),
-        torch.stack((index // kt, index % kt), dim=1).to(device),
-    )
+def _places(indices: list[torch.Tensor], kt: int) -> torch.Tensor:
+    """Row and column of tiles whose indices are given, each int64 [1], where Kt of them are a row: int32 [len, 2]."""
+    index = torch.cat(indices)
+    return torch.stack((index // kt, index % kt), dim=1).to(torch.int32)
 
 
 def histogram(buckets: torch.Tensor, num_buckets: int) -> torch.Tensor:

@@ -97,9 +97,10 @@ class ObservationPlan:
         return self.slab is not None and not self.step.paused and not self.step.outside
 
     def elsewhere(self, x: Tensor) -> bool:
-        """Whether a tensor is not where the rows are: a model that was moved behind attach, or that has parts on a CPU and
-        parts on a GPU. To look at it all the same would wait for the device."""
-        return self.slab is not None and x.is_cpu != self.slab.is_cpu
+        """Whether a tensor is not where the rows are: a model that was moved behind attach, or that has parts on several
+        devices. To look at it all the same would wait for a device, or write from one into the memory of another."""
+        slab = self.slab
+        return slab is not None and (not x.is_cpu if slab.is_cpu else x.device != slab.device)
 
     def quantize(
         self, asked: OperandRows, x_MK: Tensor, *, number: int | None, wanted: tuple[Wanted, ...] = ()
@@ -117,7 +118,7 @@ class ObservationPlan:
         if number is not None and asked.stateful:
             for quantizer in asked.quantizers:
                 quantizer.begin(number)
-        observe = counts and asked.observed and self.observing
+        observe = counts and asked.observed and self.observing and not self.elsewhere(x_MK)
         heavy = observe and bool(step.sample.full[asked.rows[0]])
         into = self._into(asked) if observe else None
         if into is not None and stopwatch is None:
@@ -214,7 +215,9 @@ class ObservationPlan:
 
     def record(self, row: int, shape: tuple[int, int], stats: TileStats) -> None:
         """Merge one call that somebody else measured into its row."""
-        if self.slab is not None and self.observing and row not in self.sites.unobserved:
+        if self.slab is None or not self.observing or row in self.sites.unobserved:
+            return
+        if not self.elsewhere(stats.amax):
             self._accumulate(self.slab, row, shape, stats)
 
     def _into(self, asked: OperandRows, *, scratch: bool = False) -> Into | None:

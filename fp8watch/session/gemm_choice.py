@@ -76,6 +76,8 @@ def _refused(recipe: Recipe) -> str | None:
         return f"{' and '.join(recipe.high_precision)} in high precision; quantise all three"
     if recipe.warmup_steps:
         return "a warm-up in high precision is not part of it; set warmup_steps=0"
+    if tuple(spec.tile for _, spec in recipe.quantised) != scaled_mm.TILES:
+        return "its tiles are not 1×128 · 128×128 · 1×128, which is all that the product has"
     return None
 
 

@@ -42,9 +42,9 @@ class Slab:
         if capacity < 1:
             raise ValueError(f"capacity={capacity}: must be at least 1 row, one for each site")
         self.capacity = capacity
-        self.device = torch.device(device)
+        self._defaults = new_rows(1, torch.device(device))
+        self.device = self._defaults.device  # with its index
         self.is_cpu = self.device.type == "cpu"
-        self._defaults = new_rows(1, self.device)
         self.buffer = self._defaults.repeat(capacity, 1)
         self.scratch = new_rows(2, self.device)  # where what is done once more to be timed is merged
         self._views: dict[int, RowViews] = {}

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from fp8watch.kernels import reference
 from fp8watch.layers import moved_linear
 from fp8watch.layers.moved_linear import DEVICE_KEY
+from fp8watch.numerics.formats import FORMATS
+from fp8watch.numerics.quantize_job import QuantizeJob
 
 OPS = (
     "note_loss", "forward_ended", "quantize_dequantize", "quantize_codes", "look_at_output", "look_at_probe",
@@ -60,7 +66,7 @@ def seem_moved(model: nn.Module) -> None:
     """As if attach had found all of it on a GPU: the only device here is the CPU."""
     for module in model.modules():
         if DEVICE_KEY in module.__dict__:
-            module.__dict__[DEVICE_KEY] = "cuda"
+            module.__dict__[DEVICE_KEY] = torch.device("cuda:1")
 
 
 @pytest.mark.parametrize("recipe", ["blockwise", "observe", "delayed"])
@@ -75,7 +81,7 @@ def test_a_model_that_is_moved_behind_attach_trains_as_before_and_says_that_it_i
     assert summary["num_steps"] == 4
     assert summary["internal_errors"] == {}
     said = capsys.readouterr().err
-    assert "on cpu now, and on cuda when attach was called" in said
+    assert "on cpu now, and on cuda:1 when attach was called" in said
     assert "attach behind .to(device)" in said
     assert "announced as observed and send nothing" in watch._recorder.facts["blind"]
     watch.detach()
@@ -132,6 +138,32 @@ def test_operands_elsewhere_are_not_looked_at(attach, mlp):
     plan.observe(plan.sites.part((0,)), x, number=0)
     assert plan.slab.copy_rows().tobytes() == before
     assert watch.summary()["internal_errors"] == {}
+
+
+@pytest.mark.parametrize("there", [("cuda:0", False), ("cuda:1", True)])
+def test_each_gpu_is_a_device_of_its_own(attach, monkeypatch, there):
+    watch = attach(nn.Sequential(nn.Linear(64, 64)), recipe="observe", every=1)
+    plan, (device, is_elsewhere) = watch._plan, there
+    monkeypatch.setattr(plan.slab, "is_cpu", False)
+    monkeypatch.setattr(plan.slab, "device", torch.device("cuda:0"))
+    with FakeTensorMode():
+        assert plan.elsewhere(torch.empty(2, 2, device=device)) is is_elsewhere
+    weight = SimpleNamespace(device=torch.device(device))
+    module = SimpleNamespace(**{DEVICE_KEY: torch.device("cuda:0"), "parameters": lambda: iter((weight,))})
+    assert moved_linear.is_moved(module) is is_elsewhere
+
+
+def test_what_was_measured_elsewhere_is_not_merged(attach):
+    """As a module of Transformer Engine on another GPU than the first."""
+    watch = attach(nn.Sequential(nn.Linear(64, 64)), recipe="observe", every=1)
+    plan = watch._plan
+    x = torch.randn(32, 64)
+    stats = reference.quantize(x, QuantizeJob((1, 128), FORMATS["E4M3"], True, 0.0))[2]
+    before = plan.slab.copy_rows().tobytes()
+    plan.record(0, (32, 64), replace(stats, tiles=stats.tiles._replace(amax=stats.amax.to("meta"))))
+    assert plan.slab.copy_rows().tobytes() == before
+    plan.record(0, (32, 64), stats)
+    assert plan.slab.copy_rows().tobytes() != before
 
 
 @pytest.mark.parametrize("recipe", ["blockwise", "observe", "delayed", "current", "mxfp8", "nvfp4"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,7 +11,9 @@ from hypothesis import strategies as st
 from quantize.backends import each_backend, scale_of
 from quantize.operands import KINDS, operand
 from quantize.slab_rows import assert_rows_equal, row_of
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from fp8watch.integrations.te_nvfp4 import VALUES, decoded
 from fp8watch.kernels import Backend, reference
 from fp8watch.numerics.formats import FORMATS
 from fp8watch.numerics.quantize_job import QuantizeJob
@@ -124,3 +128,34 @@ def test_a_row_outside_the_slab_is_refused(backend: Backend) -> None:
             slab.accumulate(row, measure(torch.ones(1, 1), backend=backend), 0)
     with pytest.raises(ValueError, match="capacity=0"):
         Slab(0)
+
+
+class FromTheHost(TorchDispatchMode):
+    """Notes each tensor that is made of numbers of the host: on a device it is copied there, and the host waits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_made = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num_made += func._schema.name == "aten::lift_fresh"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", ["normal", "zeros", "nan-and-inf"])
+@pytest.mark.parametrize("tile", [(1, 128), (128, 1), (128, 128)])
+def test_no_number_is_copied_to_the_device(kind: str, tile: tuple[int, int]) -> None:
+    stats = reference.quantize(operand(kind, "float32", (5, 331), 0), QuantizeJob(tile, FORMATS["E4M3"], True, 0.0))[2]
+    slab, host = Slab(1), FromTheHost()
+    with host:
+        slab.accumulate(0, stats, 0)
+    assert host.num_made == 0
+
+
+def test_four_bit_codes_are_decoded_on_the_device() -> None:
+    codes, host = torch.arange(16, dtype=torch.uint8), FromTheHost()
+    with host:
+        values = decoded(codes)
+    assert host.num_made == 0
+    expected = torch.tensor([*VALUES, *(-v for v in VALUES)])
+    assert torch.equal(values.view(torch.int32), expected.view(torch.int32))  # −0 too

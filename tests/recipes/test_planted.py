@@ -91,6 +91,8 @@ BUGS = [
         f"{CHOICE}::test_on_hopper_codes_are_multiplied"),
     Bug("a CPU emulates what is asked for", "gemm_choice:choose_gemm", 'device.type == "cpu" or ', "",
         f"{CHOICE}::test_on_a_cpu_it_is_emulated"),
+    Bug("codes are multiplied where the product has their tiles", "gemm_choice:_refused", "!= scaled_mm.TILES", "== ()",
+        f"{CHOICE}::test_tiles_that_the_product_does_not_have_leave_the_model_alone"),
     Bug("that nothing is in FP8 is told with its reason", "attach_line:attach_line", "if by.reason is not None:", "if False:",
         f"{CHOICE}::test_attach_leaves_a_model_alone_where_codes_cannot_be_multiplied"),
     Bug("that codes are multiplied is told", "attach_line:attach_line", 'if by.how == "scaled_mm"', 'if by.how == ""',

@@ -60,6 +60,15 @@ def test_on_hopper_codes_are_multiplied(device):
             recipes.blockwise(environ={}, high_precision=["grad_output"]),
             "grad_output in high precision",
         ),
+        *(
+            (
+                (9, 0),
+                130100,
+                recipes.blockwise(environ={}, block_dims=dims),
+                "its tiles are not 1×128 · 128×128 · 1×128",
+            )
+            for dims in ((1, 1, 1), (2, 1, 1), (1, 1, 2))
+        ),
     ],
     ids=str,
 )
@@ -131,6 +140,17 @@ def test_attach_multiplies_codes_on_hopper_and_says_so(on_a_gpu, capsys):
     with fp8watch.attach(twin, recipe=BLOCKWISE, gemm="emulated"):
         assert losses(twin) == pytest.approx(in_codes, rel=1e-5)
     assert "_scaled_mm" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("dims", [(1, 1, 1), (2, 1, 1), (1, 1, 2)])
+def test_tiles_that_the_product_does_not_have_leave_the_model_alone(on_a_gpu, capsys, dims):
+    model, recipe = on_a_gpu(None), recipes.blockwise(environ={}, block_dims=dims)
+    twin = copy.deepcopy(model)
+    with fp8watch.attach(model, recipe=recipe):
+        assert losses(model) == losses(twin)
+    assert "; not in FP8, because its tiles are not 1×128 · 128×128 · 1×128" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="gemm='scaled_mm' cannot be used: its tiles are not 1×128"):
+        fp8watch.attach(twin, recipe=recipe, gemm="scaled_mm")
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from types import ModuleType
 from typing import Any
 
@@ -263,6 +265,37 @@ def test_stop_takes_everything_out(te: ModuleType) -> None:
     step(model, torch.randn(96, 128))
     assert watched.seen == {}
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_observers_end_in_any_order(te: ModuleType) -> None:
+    from transformer_engine.pytorch.module import linear
+
+    before, models = linear.general_gemm, [nn.Sequential(te.Linear(128, 128)) for _ in range(3)]
+    for first_out in range(3):
+        watched = [Watched(model) for model in models]
+        watched[first_out].observer.stop()
+        for model in models:
+            step(model, torch.randn(32, 128, requires_grad=True))
+        assert [len(w.seen) for w in watched] == [0 if i == first_out else 5 for i in range(3)]
+        assert linear.general_gemm.original.original is before  # two are left, one around the other
+        gone = weakref.ref(watched.pop(first_out).observer)
+        gc.collect()
+        assert gone() is None
+        while watched:
+            watched.pop(0).observer.stop()
+        assert linear.general_gemm is before
+
+
+def test_what_somebody_else_has_wrapped_since_stays(te: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformer_engine.pytorch.module import linear
+
+    model = nn.Sequential(te.Linear(128, 128))
+    watched = Watched(model)
+    ours, calls = linear.general_gemm, []
+    monkeypatch.setattr(linear, "general_gemm", lambda *a, **k: (calls.append(1), ours(*a, **k))[1])
+    watched.observer.stop()
+    step(model, torch.randn(32, 128, requires_grad=True))
+    assert (len(calls), watched.seen) == (3, {})
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

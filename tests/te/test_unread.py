@@ -10,6 +10,7 @@ import torch
 from te.te_training import train
 from torch import nn
 
+from fp8watch.integrations.te_modules import numerics_of
 from fp8watch.integrations.te_tensors import QuantizedView, read, view_of
 from fp8watch.numerics.formats import FORMATS
 from fp8watch_agent.record import Measured
@@ -145,6 +146,29 @@ def test_each_reason_is_told(tensor: Any, reason: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("hip", "architecture", "is_read"),
+    [
+        ("7.0", "gfx942:sramecc+:xnack-", False),
+        ("7.0", "gfx940", False),
+        ("7.0", "gfx950:sramecc+:xnack-", True),
+        ("7.0", "gfx90a", True),
+        (None, "gfx942", True),
+    ],
+)
+def test_amds_own_formats_are_not_read_by_the_names_of_others(
+    monkeypatch: pytest.MonkeyPatch, hip: str | None, architecture: str, is_read: bool
+) -> None:
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    facts = SimpleNamespace(gcnArchName=architecture)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: facts)
+    one = stored(_scale_inv=torch.ones(1), _data=torch.zeros(2, 2, dtype=torch.uint8))
+    for held in (stored(), one):
+        got = read(held, False)
+        assert isinstance(got, QuantizedView) if is_read else got == "AMD's fnuz formats are not read here"
+
+
+@pytest.mark.parametrize(
     "names", [("rowwise_gemm_tensor", "columnwise_gemm_tensor"), ("rowwise_sub_storage", "columnwise_sub_storage")]
 )
 def test_tensors_of_two_directions_are_read_one_by_one(names: tuple[str, str]) -> None:
@@ -163,3 +187,16 @@ def test_formats_are_read_by_name_whatever_their_number(te: ModuleType) -> None:
     view = read(stored(_fp8_dtype=DType.kFloat8E5M2), False)
     assert isinstance(view, QuantizedView)
     assert view.fmt is FORMATS["E5M2"]
+
+
+@pytest.mark.parametrize("shape", [(16, 128), (128, 16), (32, 64), (7, 5)])
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_one_scale_a_tensor_is_told_by_itself_whatever_the_shape(shape: tuple[int, int], recipe: str) -> None:
+    quantizer = SimpleNamespace() if recipe == "delayed" else SimpleNamespace(force_pow_2_scales=False)
+    held = SimpleNamespace(
+        _fp8_dtype="E4M3", _data=torch.zeros(shape, dtype=torch.uint8), _scale_inv=torch.ones(1), _quantizer=quantizer
+    )
+    view = read(held, False)
+    assert isinstance(view, QuantizedView)
+    assert view.tile == shape
+    assert numerics_of(held, view, exact=True).recipe == recipe

@@ -84,3 +84,11 @@ def test_what_was_not_read_together_is_merged_by_itself() -> None:
     assert not slab.accumulate_both((0,), (triton.measure(x, job),), 0)
     assert not slab.accumulate_both((0, 1), backend.measure_both(reference, x, job), 0)
     assert slab.copy_rows().tobytes() == empty_rows(2).tobytes()
+
+
+def test_what_is_on_another_device_than_the_rows_is_refused_before_a_kernel_is_launched() -> None:
+    x, slab = operand("normal", "float32", (4, 200)), Slab(1)
+    stats = triton.quantize(x, QuantizeJob((1, 128), FORMATS["E4M3"], True, 0.0))[2]
+    stats.folded.lines = stats.folded.lines.to("meta")
+    with pytest.raises(ValueError, match="measured on meta, rows on cpu: must be one device"):
+        slab.accumulate(0, stats, 0)
