@@ -24,9 +24,10 @@ from typing import Any
 
 from nats.aio.msg import Msg
 from sqlalchemy.engine import Engine
-from sqlalchemy.exc import DataError, DBAPIError, IntegrityError, SQLAlchemyError
+from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
 from fp8watch_agent.wire import Batch, WireError, decode_batch, decompress
+from fp8watch_server.db.dialect import OF_THE_VALUES
 from fp8watch_server.db.fence import RunHasMoved, is_fenced
 from fp8watch_server.db.lease import BEAT_S
 from fp8watch_server.db.schema import DEFAULT_TENANT
@@ -73,7 +74,6 @@ REFUSALS = (
     OverflowError,
     RecursionError,
 )
-OF_THE_VALUES = (DataError, IntegrityError)
 
 
 @dataclass
