@@ -11,6 +11,27 @@ TEXTS = f"{C}/test_hostile.py::test_texts_that_no_database_holds_stop_nobody"
 
 BOMBS = [
     Bug(
+        "a map has no more tiles than a body may",
+        "wire_maps:decode_tile_maps",
+        "if total > MAX_TILES:",
+        "if False:",
+        f"{C}/test_limits.py::test_a_bomb_is_refused_and_memory_stays_flat",
+    ),
+    Bug(
+        "a column that is left out takes no memory",
+        "wire_maps:decode_tile_maps",
+        "np.broadcast_to(np.zeros(1, dtype), total)",
+        "np.ones(total, dtype) * 0",
+        f"{C}/test_limits.py::test_a_large_map_of_a_few_bytes_costs_little_and_is_shown_in_part",
+    ),
+    Bug(
+        "of a large map a part is shown",
+        "tile_maps:_shown",
+        "min(shape[0], MAX_SHOWN_TILES // max(columns, 1)), columns",
+        "shape",
+        "tests/pages/test_pages_show_what_is_wrong.py::test_of_a_map_that_is_too_large_the_first_rows_are_shown_and_the_rest_is_said",
+    ),
+    Bug(
         "a frame that declares a gigabyte is refused unread",
         "bounded_decompress:decompress",
         "        if size > max_bytes:\n            raise",
