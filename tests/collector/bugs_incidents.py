@@ -32,13 +32,6 @@ INCIDENTS = [
         GONE,
     ),
     Bug(
-        "the end of a run that is deleted sends nothing that was held back",
-        "deleted_run:delete_run",
-        "    conn.execute(sa.update(t).where(*unresolved).values(**over))",
-        "    pass",
-        GONE,
-    ),
-    Bug(
         "prune ends what was told",
         "incidents.prune_command:main",
         "command.prune_main(argv, _delete)",

@@ -20,7 +20,8 @@ def delete_run(
     unresolved = (t.c.run_id == run_id, t.c.tenant == tenant, t.c.status != "resolved")
     rows = conn.execute(sa.select(t).where(*unresolved).order_by(t.c.id).with_for_update()).mappings().all()
     over = {"status": "resolved", "resolved_at": now, "updated_at": now}
-    conn.execute(sa.update(t).where(*unresolved).values(**over))  # all first: the end of one sends what it held back
-    for row in rows:
+    for (
+        row
+    ) in rows:  # they stay as they are until they are gone: the end of a critical one would send what it holds back
         write_resolved(conn, {**row, **over}, now, public_url)
     return conn.execute(sa.delete(schema.run).where(r.run_id == run_id, r.tenant == tenant)).rowcount > 0
