@@ -28,11 +28,11 @@ from fp8watch_agent.column_words import new_compressor
 from fp8watch_agent.columns_v2 import ColumnsV2
 from fp8watch_agent.envelope import MAX_COLUMNS as MAX_COLUMNS
 from fp8watch_agent.envelope import MAX_HEADER_BYTES as MAX_HEADER_BYTES
+from fp8watch_agent.envelope import MAX_NAME_CHARS, UNDECODABLE, Array, decode_header, exact, open_map
 from fp8watch_agent.envelope import MAX_RECORDS as MAX_RECORDS
 from fp8watch_agent.envelope import MAX_STEPS as MAX_STEPS
 from fp8watch_agent.envelope import MAX_TILE_MAPS as MAX_TILE_MAPS
 from fp8watch_agent.envelope import MAX_WIRE_BYTES as MAX_WIRE_BYTES
-from fp8watch_agent.envelope import UNDECODABLE, Array, decode_header, exact, open_map
 from fp8watch_agent.envelope import UnsupportedVersion as UnsupportedVersion
 from fp8watch_agent.expert_vectors import ExpertVector, decode_vectors, encode_vectors
 from fp8watch_agent.histogram_code import decode_histogram as decode_histogram
@@ -228,7 +228,7 @@ def decode_batch(body: bytes, *, compressed: bool = True) -> Batch:
         got = msgspec.msgpack.decode(raw, type=_Body)
     except UNDECODABLE as e:
         raise WireError("body", str(e)) from e
-    header: Header = decode_header(got.header, Header, READS)
+    header: Header = _storable(decode_header(got.header, Header, READS))
     s, n = header.num_steps, header.num_records
     if not 0 <= s <= MAX_STEPS or n < 0 or not 0 <= header.step0 < 1 << 62:
         raise WireError("header", f"num_steps {s}, num_records {n}, step0 {header.step0}: out of range")
@@ -268,6 +268,24 @@ def decode_batch(body: bytes, *, compressed: bool = True) -> Batch:
             sent = Columns(order, sent_columns, constants, header.sparse, header.depth_stride)
     experts = decode_vectors(open_map("experts", got.experts), header.step0, steps["step"])
     return Batch(header=header, steps=steps, step=step, site=site, sent=sent, experts=experts)
+
+
+def _storable(header: Header) -> Header:
+    """The header with names and batch ids as every database holds them: U+FFFD for NUL, and names of MAX_NAME_CHARS at most.
+
+    What is alike then is one name, and the first of them is kept.
+    """
+    changed: dict[str, Any] = {}
+    for field_name in ("health", "logs"):
+        names = getattr(header, field_name)
+        if any("\0" in name or len(name) > MAX_NAME_CHARS for name in names):
+            kept: dict[str, Any] = {}
+            for name, value in names.items():
+                kept.setdefault(name.replace("\0", "\ufffd")[:MAX_NAME_CHARS], value)
+            changed[field_name] = kept
+    if any(batch_id is not None and "\0" in batch_id for batch_id in header.batch_ids):
+        changed["batch_ids"] = [None if i is None else i.replace("\0", "\ufffd") for i in header.batch_ids]
+    return msgspec.structs.replace(header, **changed) if changed else header
 
 
 def _read_keys(header: Header, steps: Array, sent: dict[str, bytes]) -> tuple[Array, Array, SiteMajor]:

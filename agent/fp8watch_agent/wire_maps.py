@@ -42,9 +42,20 @@ _E8M0 = np.append(np.ldexp(np.float32(1.0), np.arange(255) - 127), np.nan).astyp
 """Of each code its value; 255 is NaN."""
 
 
-def _is_e8m0(values: Array) -> bool:
-    mantissa, exponent = np.frexp(values)
-    return bool(np.all((mantissa == 0.5) & (exponent >= -126) & (exponent <= 128)))
+MAX_TILES = 1 << 24
+"""In one body. Columns that are left out take no bytes, so the size of a body says nothing of how many there are."""
+_PIECE = 1 << 16
+
+
+def _e8m0(values: Array) -> bytes | None:
+    """The codes of values that are powers of two; None where one is not. Looked at in pieces: most often the first decides."""
+    codes = []
+    for start in range(0, len(values), _PIECE):
+        mantissa, exponent = np.frexp(values[start : start + _PIECE])
+        if not ((mantissa == 0.5) & (exponent >= -126) & (exponent <= 128)).all():
+            return None
+        codes.append((exponent + 126).astype("<u1").tobytes())
+    return b"".join(codes)
 
 
 def encode_tile_maps(run: str, session: str, rank: int, seq: int, maps: Sequence[TileMap], *, level: int = 1) -> bytes:
@@ -60,8 +71,14 @@ def encode_tile_maps(run: str, session: str, rank: int, seq: int, maps: Sequence
     }
     for name, dtype in _TILE_DATA.items():
         values = [np.asarray(getattr(m, name), dtype=dtype) for m in maps]
-        if name == "scale_inv" and all(_is_e8m0(v) for v in values):
-            columns["scale_inv_e8m0"] = b"".join((np.frexp(v)[1] + 126).astype("<u1").tobytes() for v in values)
+        codes: list[bytes] = []
+        if name == "scale_inv":
+            for v in values:
+                if (of_map := _e8m0(v)) is None:
+                    break
+                codes.append(of_map)
+        if name == "scale_inv" and len(codes) == len(values):
+            columns["scale_inv_e8m0"] = b"".join(codes)
         elif any(v.any() for v in values):
             columns[name] = b"".join(v.tobytes() for v in values)
     header = _TileMapHeader(run=run, session=session, rank=rank, seq=seq, num_maps=len(maps))
@@ -112,8 +129,8 @@ def decode_tile_maps(body: bytes, *, compressed: bool = True) -> TileMaps:
     if n and (int(counts.max()) > MAX_INFLATED_BYTES or int(keys["step"].min()) < 0):
         raise WireError("num_tile_rows", f"{int(counts.max())} tiles in a map: out of range")
     total = int(counts.sum())
-    if total > MAX_INFLATED_BYTES:
-        raise WireError("num_tile_rows", f"{total} tiles in one body; send fewer maps at once")
+    if total > MAX_TILES:
+        raise TooLarge("body", f"{total} tiles; at most {MAX_TILES}: send fewer maps at once")
     data: dict[str, Array] = {}
     for name, dtype in _TILE_DATA.items():
         column = columns.get(name)
@@ -121,7 +138,8 @@ def decode_tile_maps(body: bytes, *, compressed: bool = True) -> TileMaps:
             codes = exact("scale_inv_e8m0", columns["scale_inv_e8m0"], "<u1", total)
             data[name] = _E8M0[codes]
         else:
-            data[name] = np.zeros(total, dtype) if column is None else exact(name, column, dtype, total)
+            none = np.broadcast_to(np.zeros(1, dtype), total)  # takes no memory
+            data[name] = none if column is None else exact(name, column, dtype, total)
     ends = np.cumsum(counts.astype(np.int64))
     maps = []
     for i in range(n):

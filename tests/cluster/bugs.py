@@ -53,6 +53,20 @@ BUGS = [
         f"{Q}::test_a_batch_that_no_database_takes_is_kept_aside_and_blocks_nobody",
     ),
     Bug(
+        "what a database says of itself puts no batch aside",
+        "worker.loop:_is_refusal",
+        "isinstance(outcome, OF_THE_VALUES) and",
+        "isinstance(outcome, DBAPIError) and",
+        f"{Q}::test_while_the_database_takes_no_changes_nothing_is_put_aside",
+    ),
+    Bug(
+        "why a worker waits is said once",
+        "worker.loop:Worker._say",
+        "if why != self._said or again:",
+        "if True:",
+        f"{Q}::test_while_the_database_takes_no_changes_nothing_is_put_aside",
+    ),
+    Bug(
         "a lane has one reader",
         "worker.lanes:Lanes._hold",
         'if lane not in self._held and conn.execute(_TRY, {"of": CLASS, "lane": lane}).scalar_one():',

@@ -183,6 +183,41 @@ def test_while_the_database_is_away_batches_are_accepted_and_wait(
     engine.dispose()
 
 
+def test_while_the_database_takes_no_changes_nothing_is_put_aside(
+    front: httpx.Client, database_url: str, node: Node, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As on a standby, or on a disk that is full: each batch by itself is answered as all of them are."""
+    import sqlalchemy as sa
+
+    engine = make_engine(database_url)
+    name = engine.url.database
+
+    def read_only(what: str) -> None:
+        value = " = on" if what == "SET" else ""
+        with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as conn:
+            conn.execute(sa.text(f'ALTER DATABASE "{name}" {what} default_transaction_read_only{value}'))
+
+    agent = Agent(front, run="run-1").register(SITES)
+    for step in range(5):
+        agent.send(SITES, [step])
+    read_only("SET")
+    try:
+        with working(database_url, node.url) as worker:
+            eventually(lambda: worker.counts.restarts > 2, said=lambda: worker.counts)
+            assert (worker.counts.committed, worker.counts.refused) == (0, 0)
+            read_only("RESET")
+            eventually(lambda: len(arrivals(engine)) == 5, 15, lambda: worker.counts)
+            assert worker.counts.refused == 0
+    finally:
+        read_only("RESET")
+    assert [seq for _, _, seq in arrivals(engine)] == [1, 2, 3, 4, 5]
+    waits = [r.getMessage() for r in caplog.records if "the worker waits" in r.getMessage()]
+    assert len(waits) == 1
+    assert "cannot execute" in waits[0]
+    assert "in a read-only transaction" in waits[0]
+    engine.dispose()
+
+
 def test_workers_share_the_lanes_and_take_over_those_of_one_that_hangs(
     database_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

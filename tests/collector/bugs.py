@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collector.bugs_export import EXPORT
+from collector.bugs_incidents import INCIDENTS
 from collector.bugs_limits import EDGE
 from collector.bugs_quotas import QUOTAS
 from collector.bugs_relay import RELAY
@@ -313,4 +314,4 @@ STORE = [
     ),
 ]
 
-BUGS = [*INGEST, *DEFENCES, *RELAY, *SCALE, *EDGE, *RUNS, *QUOTAS, *STORE, *ROUNDING, *EXPORT]
+BUGS = [*INGEST, *DEFENCES, *RELAY, *SCALE, *EDGE, *RUNS, *QUOTAS, *STORE, *ROUNDING, *EXPORT, *INCIDENTS]

@@ -7,8 +7,30 @@ from support.planted import Bug
 S = "server/fp8watch_server"
 C = "tests/collector"
 T = "tests/store"
+TEXTS = f"{C}/test_hostile.py::test_texts_that_no_database_holds_stop_nobody"
 
 BOMBS = [
+    Bug(
+        "a map has no more tiles than a body may",
+        "wire_maps:decode_tile_maps",
+        "if total > MAX_TILES:",
+        "if False:",
+        f"{C}/test_limits.py::test_a_bomb_is_refused_and_memory_stays_flat",
+    ),
+    Bug(
+        "a column that is left out takes no memory",
+        "wire_maps:decode_tile_maps",
+        "np.broadcast_to(np.zeros(1, dtype), total)",
+        "np.ones(total, dtype) * 0",
+        f"{C}/test_limits.py::test_a_large_map_of_a_few_bytes_costs_little_and_is_shown_in_part",
+    ),
+    Bug(
+        "of a large map a part is shown",
+        "tile_maps:_shown",
+        "min(shape[0], MAX_SHOWN_TILES // max(columns, 1)), columns",
+        "shape",
+        "tests/pages/test_pages_show_what_is_wrong.py::test_of_a_map_that_is_too_large_the_first_rows_are_shown_and_the_rest_is_said",
+    ),
     Bug(
         "a frame that declares a gigabyte is refused unread",
         "bounded_decompress:decompress",
@@ -176,6 +198,48 @@ SECURITY = [
 ]
 
 PARSERS = [
+    Bug(
+        "names are as every database holds them",
+        "wire:_storable",
+        'kept.setdefault(name.replace("\\0", "\\ufffd")[:MAX_NAME_CHARS], value)',
+        "kept.setdefault(name[:MAX_NAME_CHARS], value)",
+        TEXTS,
+    ),
+    Bug(
+        "a name is no longer than an index takes",
+        "wire:_storable",
+        "[:MAX_NAME_CHARS]",
+        "",
+        TEXTS,
+    ),
+    Bug(
+        "what a database does not take of one batch stops no other",
+        "detect_worker:DetectWorker._take",
+        "if isinstance(e, DBAPIError) and (e.connection_invalidated or not isinstance(e, OF_THE_VALUES)):",
+        "if isinstance(e, DBAPIError):",
+        f"{C}/test_worker.py::test_an_incident_that_no_database_takes_stops_no_other_batch",
+    ),
+    Bug(
+        "what a database says of itself marks no batch",
+        "detect_worker:DetectWorker._take",
+        " or not isinstance(e, OF_THE_VALUES)):",
+        "):",
+        f"{C}/test_worker.py::test_what_a_database_says_of_itself_marks_no_batch",
+    ),
+    Bug(
+        "a key that was taken meanwhile is tried again",
+        "detect_worker:DetectWorker._take",
+        "if isinstance(e, IntegrityError) and len(rows) == 1 and not again:",
+        "if False:",
+        f"{C}/test_worker.py::test_a_unique_key_that_was_taken_meanwhile_is_no_batch_s_fault",
+    ),
+    Bug(
+        "what a diagnosis says is text",
+        "bodies:checked",
+        '        if b"\\\\u0000" in body or b"\\0" in body:\n',
+        "        if False:\n",
+        f"{C}/test_bisection.py::test_what_is_no_bisection_is_refused_and_nothing_is_kept",
+    ),
     Bug(
         "whatever a body holds the answer is below 500",
         "envelope:decode_header",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -56,6 +57,8 @@ def test_it_is_kept_and_an_unknown_verdict_takes_it(client: Any, incident: str) 
         (sent(verdict="maybe"), "verdict"),
         (sent(trials=[]), "trials"),
         (sent(culprits=["x"] * 300), "culprits"),
+        (sent(sentence="a\0b"), "NUL"),
+        (json.dumps(sent()).replace("With", "\\ud800").encode(), "surrogate"),
         (sent(trials=[{"leave": [], "failed": True, "said": "", "seconds": -1}]), "seconds"),
     ],
 )

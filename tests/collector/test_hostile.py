@@ -13,6 +13,7 @@ import sqlalchemy as sa
 import zstandard
 from collector.kit import ZSTD, Agent, make_site, run_async
 
+from fp8watch_agent.envelope import MAX_NAME_CHARS
 from fp8watch_agent.record import TileMap
 from fp8watch_agent.wire import (
     BATCH_CONTENT_TYPE,
@@ -20,9 +21,12 @@ from fp8watch_agent.wire import (
     WireError,
     decode_batch,
     decode_tile_maps,
+    encode_batch,
     encode_tile_maps,
 )
+from fp8watch_server.app import _detection
 from fp8watch_server.db import schema as t
+from fp8watch_server.pipeline.detect_worker import DetectWorker
 
 SITES = [make_site("up", order=0), make_site("down", order=1)]
 ABSURD = [0, 1, -1, 2, 1 << 31, 1 << 62, (1 << 63) - 1, (1 << 64) - 1, 1.5, float("nan"), None, "", "x\0y", "\x7f"]
@@ -187,6 +191,37 @@ def registration(rng: random.Random, i: int) -> tuple[str, bytes]:
     if rng.random() < 0.3:
         return path, raw.replace(b"1", rng.choice([b"1e400", b"9" * 40, b"-1", b"NaN", b'"\\ud800"', b"[" * 5000]))
     return path, mutated(rng, raw) if rng.random() < 0.8 else raw
+
+
+def test_texts_that_no_database_holds_stop_nobody(client: Any, app: Any) -> None:
+    """A NUL in the names of what a run logs, of its health and of its batches, and a name longer than an index takes."""
+    rng = random.Random(10)
+    hostile, other = Agent(client, run="hostile").register(SITES), Agent(client, run="other").register(SITES)
+    hostile.patient = False
+    long = "".join(chr(rng.randrange(0x4E00, 0x9FA5)) for _ in range(8000))
+    nan = [1.0] * 16 + [float("nan")]
+    header, columns = hostile.batch(SITES, list(range(17)), logs={"x\0": nan, "x": [2.0] * 17, long: [3.0] * 17})
+    header = msgspec.structs.replace(header, health={"dropped_\0": 1.0}, batch_ids=["b\0"] * 17)
+    body = encode_batch(header, *columns)
+    assert hostile.post(body).status_code == 200
+    assert hostile.post(body).status_code == 200
+    other.send(SITES, [0, 1], fields={"num_nan": [0, 0, 1, 1]})
+    worker = DetectWorker(app.state.engine, _detection(app.state.settings))
+    while worker.drain():
+        pass
+    assert worker.num_failed_batches == 0
+    with app.state.engine.connect() as conn:
+        rows = conn.execute(sa.select(t.hot_batch.c.detected, t.hot_batch.c.detect_error)).all()
+        found = dict(conn.execute(sa.select(t.incident.c.run_id, t.incident.c.title)).all())
+        names = set(conn.execute(sa.select(t.logged.c.name)).scalars())
+        batch_ids = set(conn.execute(sa.select(t.scalar.c.batch_id).where(t.scalar.c.run_id == "hostile")).scalars())
+    assert [tuple(row) for row in rows] == [(t.BATCH_DETECTED, None)] * 2
+    assert set(found) == {"hostile", "other"}
+    assert "x\ufffd" in found["hostile"]
+    assert names == {"x\ufffd", "x", long[:MAX_NAME_CHARS]}
+    assert batch_ids == {"b\ufffd"}
+    for path in ("/metrics", "/api/v1/runs/hostile", "/api/v1/runs/hostile/incidents"):
+        assert client.get(path).status_code == 200, path
 
 
 def test_queries_bear_hostile_parameters(client: Any, app: Any) -> None:

@@ -109,6 +109,14 @@ def many_maps() -> bytes:
     return msgspec.msgpack.encode({"header": head, "columns": columns})
 
 
+def map_of(rows: int, columns: int, seq: int = 1) -> bytes:
+    """One map of which every column is left out: all are 0."""
+    head = {"run": "run-1", "session": "a" * 32, "rank": 0, "seq": seq, "num_maps": 1}
+    keys = {"site": SITE.id.to_bytes(8, "little"), "step": bytes(8)}
+    keys |= {"num_tile_rows": rows.to_bytes(4, "little"), "num_tile_columns": columns.to_bytes(4, "little")}
+    return frame(msgspec.msgpack.encode({"header": head, "columns": keys}))
+
+
 def deep(levels: int) -> bytes:
     return b"\x91" * levels
 
@@ -132,6 +140,12 @@ BOMBS: dict[str, Any] = {
     "a million columns": (lambda: frame(batch_of({}, many_columns()), 1), BATCH_CONTENT_TYPE, "zstd", 422),
     "five million records": (lambda: frame(many_records()), BATCH_CONTENT_TYPE, "zstd", 413),
     "a million tile maps": (lambda: frame(many_maps()), TILE_MAPS_CONTENT_TYPE, "zstd", 413),
+    "a map of 64 million tiles that are not there": (
+        lambda: map_of(8192, 8192),
+        TILE_MAPS_CONTENT_TYPE,
+        "zstd",
+        413,
+    ),
     "a header of a megabyte": (
         lambda: frame(batch_of({"batch_ids": ["x" * 100] * 10_000})),
         BATCH_CONTENT_TYPE,
@@ -171,6 +185,26 @@ def test_a_bomb_is_refused_and_memory_stays_flat(serving: Any, name: str) -> Non
     grown = rss_peak_bytes(pid) - before
     print(f"{len(body)} bytes on the wire, {grown >> 20} MiB more at the peak")
     assert grown < (WITHIN if name in INFLATED else FLAT_BYTES)
+
+
+def test_a_large_map_of_a_few_bytes_costs_little_and_is_shown_in_part(serving: Any) -> None:
+    body = map_of(4096, 4096, seq=2)
+    assert len(body) < 500
+    pid = serving.process.pid
+    forget_peak(pid)
+    before = rss_peak_bytes(pid)
+    headers = {"Content-Type": TILE_MAPS_CONTENT_TYPE, "Content-Encoding": "zstd"}
+    with httpx.Client(base_url=serving.url, timeout=60) as client:
+        answer = client.post("/v1/tile-maps", content=body, headers=headers)
+        assert answer.status_code == 200, answer.text
+        assert rss_peak_bytes(pid) - before < FLAT_BYTES
+        got = client.get(f"/api/v1/runs/run-1/sites/{SITE.id}/tile-map").json()
+    assert got["shape"] == [128, 4096]
+    assert len(got["amax"]) == len(got["flags"]) == 128 * 4096
+    assert got["cut"] == {"shape": [4096, 4096], "num_broken": 0}
+    grown = rss_peak_bytes(pid) - before
+    print(f"{len(body)} bytes on the wire, {grown >> 20} MiB more at the peak of looking at it")
+    assert grown < 512 << 20
 
 
 def test_limits_are_those_that_are_promised() -> None:

@@ -109,6 +109,73 @@ def test_an_incident_that_cannot_be_written_marks_its_batch_and_leaves_nothing(c
         assert conn.execute(sa.select(t.silence)).all() == []
 
 
+@pytest.mark.parametrize("error", [sa.exc.DataError, sa.exc.IntegrityError])
+def test_an_incident_that_no_database_takes_stops_no_other_batch(client: Any, app: Any, error: Any) -> None:
+    bad, good = (Agent(client, run=run, session=run * 32).register([UP]) for run in "bg")
+    for step in (1, 2, 3):
+        bad.send([UP], [step], fields={"num_inf": int(step == 2)})
+    good.send([UP], [1], fields={"num_inf": 1})
+    recorder = Recorder()
+    detection = recorder.detection()
+    fold = detection.fold
+
+    def refused(conn: Any, run_id: str, *args: Any, **kw: Any) -> Any:
+        if run_id == "b":
+            raise error("INSERT", None, Exception("this value"))
+        return fold(conn, run_id, *args, **kw)
+
+    object.__setattr__(detection, "fold", refused)
+    worker = DetectWorker(app.state.engine, detection)
+    worker.drain()
+    assert sorted(states(app)) == [1, 1, 1, 2]
+    assert [folded[0] for folded in recorder.folded] == ["g"]
+    with app.state.engine.connect() as conn:
+        failed = conn.execute(sa.select(t.hot_batch.c.run_id, t.hot_batch.c.seq).where(t.hot_batch.c.detected == 2))
+        assert [tuple(row) for row in failed] == [("b", 2)]
+
+
+def test_a_unique_key_that_was_taken_meanwhile_is_no_batch_s_fault(client: Any, app: Any) -> None:
+    Agent(client).register([UP]).send([UP], [1], fields={"num_inf": 1})
+    recorder = Recorder()
+    detection = recorder.detection()
+    fold, raised = detection.fold, []
+
+    def raced(*args: Any, **kw: Any) -> Any:
+        if not raised:
+            raised.append(1)
+            raise sa.exc.IntegrityError("INSERT", None, Exception("somebody wrote the same event first"))
+        return fold(*args, **kw)
+
+    object.__setattr__(detection, "fold", raced)
+    worker = DetectWorker(app.state.engine, detection)
+    worker.drain()
+    assert (states(app), len(recorder.folded), worker.num_failed_batches) == ([1], 1, 0)
+
+
+@pytest.mark.parametrize("error", [sa.exc.InternalError, sa.exc.ProgrammingError])
+def test_what_a_database_says_of_itself_marks_no_batch(client: Any, app: Any, error: Any) -> None:
+    """It is read-only, or a right or a table is missing."""
+    agent = Agent(client).register([UP])
+    for step in (1, 2):
+        agent.send([UP], [step], fields={"num_inf": 1})
+    recorder = Recorder()
+    detection = recorder.detection()
+    fold = detection.fold
+
+    def away(*args: Any, **kw: Any) -> Any:
+        raise error("INSERT", None, Exception("in a read-only transaction"))
+
+    object.__setattr__(detection, "fold", away)
+    worker = DetectWorker(app.state.engine, detection)
+    with pytest.raises(error):
+        worker.drain()
+    assert states(app) == [0, 0]
+    object.__setattr__(detection, "fold", fold)
+    worker._forget()  # as its thread does after an error
+    worker.drain()
+    assert (states(app), len(recorder.folded)) == ([1, 1], 2)
+
+
 def test_the_thread_takes_a_batch_at_once(settings: Any) -> None:
     import asyncio
 

@@ -18,8 +18,8 @@ RUN, TENANT = "run", "default"
 
 
 class Store:
-    def __init__(self, folder: Path, run: Run) -> None:
-        self.db = make_engine(f"sqlite:///{folder / 'fp8watch.db'}")
+    def __init__(self, folder: Path, run: Run, url: str = "") -> None:
+        self.db = make_engine(url or f"sqlite:///{folder / 'fp8watch.db'}")
         schema.metadata.create_all(self.db)
         with writing(self.db) as conn:
             conn.execute(

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +20,11 @@ from incidents.store import RUN, TENANT, Store
 from fp8watch_server.db import schema
 from fp8watch_server.db.dialect import writing
 from fp8watch_server.detect.finding import Evidence, Finding, Severity
+from fp8watch_server.incidents import auto_resolve, triage
 from fp8watch_server.incidents.fold import close_quiet, fold
+from fp8watch_server.incidents.messages import write_resolved
+
+fold_module = sys.modules["fp8watch_server.incidents.fold"]
 
 KL = "rollout_corr/kl"
 
@@ -300,6 +309,80 @@ def test_a_rank_that_comes_after_the_clean_steps_joins_the_incident_that_is_over
     [incident] = store.incidents
     assert (incident["status"], incident["place"]["ranks"], incident["num_events"]) == ("resolved", [0, 1], 2)
     assert store.messages == ["firing", "resolved"]
+
+
+def test_a_late_critical_finding_of_a_warning_that_is_over_is_an_incident_of_its_own_which_ends(store: Store) -> None:
+    """What was told as over stays over; nobody misses the page, and nothing fires for ever."""
+    put(store, finding(store, "outlier-growth", 10))
+    with writing(store.db) as conn:
+        close_quiet(conn, RUN, TENANT, 1, 40, store.now)
+    put(store, finding(store, "outlier-growth", 10, severity="critical"))
+    put(store, finding(store, "outlier-growth", 10, severity="critical"))
+    assert [(i["severity"], i["status"]) for i in store.incidents] == [("warning", "resolved"), ("critical", "open")]
+    with writing(store.db) as conn:
+        close_quiet(conn, RUN, TENANT, 1, 40, store.now + 1)
+    for severity in ("critical", "warning"):  # later still: it joins what tells as much
+        put(store, finding(store, "outlier-growth", 10, severity=severity))
+    first, second = store.incidents
+    assert [(i["severity"], i["status"]) for i in (first, second)] == [
+        ("warning", "resolved"),
+        ("critical", "resolved"),
+    ]
+    assert first["num_events"] + second["num_events"] == 5
+    sent = sorted(store.rows(schema.outbox), key=lambda row: row["created_at"])
+    told = [(row["incident_id"], row["kind"]) for row in sent]
+    assert told == [(i["id"], kind) for i in (first, second) for kind in ("firing", "resolved")]
+
+
+@pytest.fixture
+def on_postgresql(database_url: str, tmp_path: Path) -> Iterator[Store]:
+    made = Store(tmp_path, Run(), database_url)
+    yield made
+    made.db.dispose()
+
+
+def _resolve_by_hand(store: Store) -> None:
+    with writing(store.db) as conn:
+        row = dict(conn.execute(sa.select(schema.incident).with_for_update()).mappings().one())
+        changed = triage.act(conn, row, "resolve", store.now, by="ann")
+        if changed is not None and row["status"] != "resolved":
+            write_resolved(conn, changed, store.now, "")
+
+
+@pytest.mark.parametrize("database_kind", ["postgresql"])
+@pytest.mark.parametrize("at", ["findings", "clean steps"])
+def test_what_a_person_does_while_detection_writes_comes_before_it_or_after(
+    on_postgresql: Store, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    store = on_postgresql
+    put(store, finding(store, "outlier-growth", 10))
+    person = threading.Thread(target=_resolve_by_hand, args=(store,))
+    where, name = (fold_module, "target_of") if at == "findings" else (auto_resolve, "_stride")
+    whole = getattr(where, name)
+
+    def meanwhile(*args: Any) -> Any:
+        if not person.ident:
+            person.start()
+            person.join(0.5)  # it waits, or is done
+        return whole(*args)
+
+    monkeypatch.setattr(where, name, meanwhile)
+    if at == "findings":
+        put(store, finding(store, "outlier-growth", 12, severity="critical"))
+    else:
+        with writing(store.db) as conn:
+            close_quiet(conn, RUN, TENANT, 1, 40, store.now)
+    person.join(20)
+    assert not person.is_alive()
+    [incident] = store.incidents
+    assert incident["status"] == "resolved"
+    assert incident["resolved_at"] is not None
+    events = sorted(store.rows(schema.incident_event), key=lambda e: e["seq"])
+    assert {"opened", "resolved"} <= {e["kind"] for e in events}
+    assert [e["seq"] for e in events] == list(range(1, len(events) + 1))
+    sent = sorted(store.rows(schema.outbox), key=lambda row: row["created_at"])
+    assert [row["kind"] for row in sent].count("resolved") == 1
+    assert sent[-1]["kind"] == "resolved"
 
 
 def test_what_goes_on_after_an_incident_was_closed_by_hand_is_a_new_one(store: Store) -> None:

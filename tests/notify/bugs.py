@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from notify.bugs_given import GIVEN
+from notify.bugs_moving import MOVING
 from notify.bugs_soon import SOON
 from support.planted import Bug
 
@@ -438,4 +439,4 @@ APPRISE = [
     ),
 ]
 
-BUGS = [*APPRISE, *AT_LEAST_ONCE, *NOT_TWICE, *STORM, *GIVEN, *SOON, *POISON, *SILENCE, *SECRETS]
+BUGS = [*APPRISE, *MOVING, *AT_LEAST_ONCE, *NOT_TWICE, *STORM, *GIVEN, *SOON, *POISON, *SILENCE, *SECRETS]

@@ -102,8 +102,8 @@ class Receiver:
 
 
 class Outbox:
-    def __init__(self, folder: Path) -> None:
-        self.url = f"sqlite:///{folder / 'fp8watch.db'}"
+    def __init__(self, folder: Path, url: str = "") -> None:
+        self.url = url or f"sqlite:///{folder / 'fp8watch.db'}"
         self.db = make_engine(self.url)
         schema.metadata.create_all(self.db)
 

@@ -18,6 +18,7 @@ MAX_BYTES = 64 << 10
 MAX_NAME_CHARS = 100
 NOBODY = "api"
 Body = TypeVar("Body", bound=msgspec.Struct)
+T = TypeVar("T")
 
 
 async def read(request: Request, kind: type[Body], what: str, rule: str) -> Body:
@@ -31,13 +32,22 @@ async def read(request: Request, kind: type[Body], what: str, rule: str) -> Body
         body += piece
         if len(body) > MAX_BYTES:
             raise Problem(413, "a body above 64 KiB", rule="at most 64 KiB", remedy="shorten the text")
+    return checked(bytes(body), kind, what, rule, "correct the value")
+
+
+def checked(body: bytes, kind: type[T], what: str, rule: str, remedy: str) -> T:
+    """JSON as one of `kind`.
+
+    Raises:
+        Problem: 422 for what is not JSON, has a wrong value, or text that a database cannot hold.
+    """
     try:
         if b"\\u0000" in body or b"\0" in body:
             raise msgspec.ValidationError("a NUL character")
-        got = msgspec.json.decode(bytes(body), type=kind)
+        got = msgspec.json.decode(body, type=kind)
         msgspec.json.encode(got)  # a lone surrogate is no text
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as e:
-        raise Problem(422, f"{what}: {e}", rule=rule, remedy="correct the value") from e
+        raise Problem(422, f"{what}: {e}", rule=rule, remedy=remedy) from e
     return got
 
 

@@ -17,6 +17,7 @@ from fastapi import Request
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response
 
+from fp8watch_server.api import bodies
 from fp8watch_server.api.routes import not_found
 from fp8watch_server.auth import grant
 from fp8watch_server.db import schema as t
@@ -38,18 +39,14 @@ async def decoded(request: Request, of: type[T], what: str, made_by: str) -> T:
         made_by: what makes it, in the rule of messages.
 
     Raises:
-        Problem: 413 above MAX_BYTES, 422 where it is something else.
+        Problem: 413 above MAX_BYTES, 422 where it is something else, or has text that a database cannot hold.
     """
     body = bytearray()
     async for piece in request.stream():
         body += piece
         if len(body) > MAX_BYTES:
             raise Problem(413, f"a {what} above 1 MiB", rule="at most 1 MiB", remedy="send a shorter one")
-    try:
-        return msgspec.json.decode(bytes(body), type=of)
-    except (msgspec.MsgspecError, UnicodeError, RecursionError) as e:
-        rule = f"the JSON of {made_by}"
-        raise Problem(422, f"{what}: {e}", rule=rule, remedy="send it as it was made") from e
+    return bodies.checked(bytes(body), of, what, f"the JSON of {made_by}", "send it as it was made")
 
 
 async def note(request: Request, incident_id: str, kind: str, detail: Any, verdict: str | None) -> Response:

@@ -155,8 +155,8 @@ def _change_in(request: Request, engine: sa.Engine, cause_id: str, change: Chang
     c = t.incident.c
     with writing(engine) as conn:
         of_cause = (c.tenant == t.DEFAULT_TENANT, c.cause_id == cause_id)
-        query = sa.select(t.incident).where(*of_cause).order_by(c.opened_at.desc(), c.id).with_for_update()
-        rows = list(conn.execute(query).mappings())
+        conn.execute(sa.select(c.id).where(*of_cause).order_by(c.id).with_for_update())  # detection locks in this order
+        rows = list(conn.execute(sa.select(t.incident).where(*of_cause).order_by(c.opened_at.desc(), c.id)).mappings())
         # the newest in any case: a cause is fixed, or never was one, after everything of it was seen, too
         asking = [r for i, r in enumerate(rows) if every or i == 0 or r["status"] != "resolved" or r["seen_at"] is None]
         now = time.time()

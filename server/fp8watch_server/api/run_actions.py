@@ -21,6 +21,7 @@ from fp8watch_server.db import schema as t
 from fp8watch_server.db.dialect import writing
 from fp8watch_server.http.databases import engine_for
 from fp8watch_server.http.errors import JsonResponse
+from fp8watch_server.incidents import deleted_run
 from fp8watch_server.store import queries
 from fp8watch_server.store.registrations import MAX_TAG_CHARS, MAX_TAGS, set_tags
 
@@ -65,10 +66,10 @@ def _change(request: Request, run_id: str, body: RunChange) -> Response:
 
 @router.delete("/runs/{run_id:path}")
 def delete_run(request: Request, run_id: str) -> Response:
-    """Delete a run with everything that belongs to it. One that still sends registers again, and begins anew."""
-    c = t.run.c
+    """Delete a run with everything that belongs to it; what was told of it is over. One that still sends registers again, and begins anew."""
     with writing(engine_for(request)) as conn:
-        gone = conn.execute(sa.delete(t.run).where(c.run_id == run_id, c.tenant == t.DEFAULT_TENANT))
-    if gone.rowcount == 0:
+        gone = deleted_run.delete_run(conn, run_id, time.time(), request.app.state.settings.public_url)
+    if not gone:
         raise not_found("run", run_id)
+    request.app.state.on_change()
     return Response(status_code=204)

@@ -27,7 +27,7 @@ import numpy.typing as npt
 import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import URL, Connection, Engine, make_url
-from sqlalchemy.exc import ArgumentError, NoSuchModuleError, OperationalError
+from sqlalchemy.exc import ArgumentError, DataError, IntegrityError, NoSuchModuleError, OperationalError
 from sqlalchemy.types import TypeDecorator, TypeEngine, UserDefinedType
 
 from fp8watch_server.db.fair_lock import FairLock
@@ -286,6 +286,10 @@ def for_writing(engine: Engine) -> Engine:
         return engine.execution_options(isolation_level="READ COMMITTED")
     return engine.execution_options(**{_WRITE_OPTION: True})
 
+
+OF_THE_VALUES = (DataError, IntegrityError)
+"""What a database refuses because of what is to be written. Anything else is about the database: it is away, read-only, or lacks
+a right or a table."""
 
 _LOCKS: weakref.WeakKeyDictionary[Any, FairLock] = weakref.WeakKeyDictionary()
 _LOCKS_LOCK = threading.Lock()

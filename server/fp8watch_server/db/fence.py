@@ -19,6 +19,8 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import DBAPIError, IntegrityError, OperationalError
+from sqlalchemy.ext.compiler import compiles
+from sqlalchemy.sql.functions import FunctionElement
 
 from fp8watch_server.db import schema as t
 from fp8watch_server.db.dialect import for_writing
@@ -28,6 +30,8 @@ FENCED = "ZF801"
 LOCK_MS = 300
 """How long others wait behind a trigger that waits for its table."""
 PATIENCE_S = 60.0
+PREFIX, HASH_CHARS = "fp8watch_moves_", 24
+"""Of the names of triggers: each has a part of the SHA-256 of its run's id."""
 
 _FUNCTION = f"""
 CREATE OR REPLACE FUNCTION fp8watch_run_moves() RETURNS trigger LANGUAGE plpgsql AS $$
@@ -72,6 +76,29 @@ def moved_to(conn: Connection, run_id: str, tenant: str = t.DEFAULT_TENANT) -> s
     return None if found is None else str(found)
 
 
+class unfenced(FunctionElement[bool]):
+    """Condition on a column of run ids: no fence stands around the notices of that run. True on SQLite."""
+
+    name = "unfenced"
+    type = sa.Boolean()
+    inherit_cache = True
+
+
+@compiles(unfenced)
+def _no_fences(element: unfenced, compiler: Any, **kw: Any) -> str:
+    return "1 = 1"
+
+
+@compiles(unfenced, "postgresql")
+def _no_fence_around(element: unfenced, compiler: Any, **kw: Any) -> str:
+    run_id = compiler.process(element.clauses, **kw)
+    return (
+        f"left(encode(sha256(convert_to({run_id}, 'UTF8')), 'hex'), {HASH_CHARS}) NOT IN (SELECT substr(tgname::text, "
+        f"{len(PREFIX) + 1}, {HASH_CHARS}) FROM pg_trigger WHERE tgrelid = to_regclass('outbox') "
+        f"AND left(tgname::text, {len(PREFIX)}) = '{PREFIX}')"
+    )
+
+
 def raise_fence(engine: Engine, run_id: str) -> None:
     """Let nobody change the run. Returns when all that was under way has ended.
 
@@ -98,8 +125,8 @@ def take_down(engine: Engine, run_id: str) -> None:
 
 
 def _names(run_id: str) -> tuple[str, str]:
-    of_run = hashlib.sha256(run_id.encode()).hexdigest()[:24]
-    return f"fp8watch_moves_{of_run}_w", f"fp8watch_moves_{of_run}_d"
+    of_run = hashlib.sha256(run_id.encode()).hexdigest()[:HASH_CHARS]
+    return f"{PREFIX}{of_run}_w", f"{PREFIX}{of_run}_d"
 
 
 def _guard(table: sa.Table, run_id: str, conn: Connection) -> None:

@@ -39,13 +39,16 @@ def close_quiet(
     """
     t = schema.incident
     quiet = conn.execute(
-        sa.select(t).where(
+        sa.select(t)
+        .where(
             t.c.run_id == run_id,
             t.c.tenant == tenant,
             t.c.attempt <= attempt,
             t.c.status != "resolved",
             t.c.last_step <= current_step - after_clean_steps * stride,
         )
+        .order_by(t.c.id)  # everybody locks in this order
+        .with_for_update(key_share=True)
     )
     changes = []
     for got in list(quiet.mappings()):
@@ -53,7 +56,10 @@ def close_quiet(
         if got["last_step"] > current_step - after_clean_steps * apart or _stands(conn, dict(got)):
             continue
         row = {**got, "status": "resolved", "resolved_at": now, "updated_at": now}
-        conn.execute(sa.update(t).where(*key_of(t, row)).values(status="resolved", resolved_at=now, updated_at=now))
+        still = (*key_of(t, row), t.c.status != "resolved")
+        over = sa.update(t).where(*still).values(status="resolved", resolved_at=now, updated_at=now)
+        if conn.execute(over).rowcount == 0:
+            continue
         seq = num_events(conn, row) + 1
         write_event(
             conn, row, seq, "resolved", now, current_step, {"clean_steps": current_step - int(row["last_step"])}

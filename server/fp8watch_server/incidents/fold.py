@@ -35,7 +35,18 @@ __all__ = ["IncidentChange", "close_quiet", "fold"]
 
 MAX_SITES, MAX_EVIDENCE = 256, 32
 _SEVERITY = ("info", "warning", "critical")
-_NOT_OURS = ("run_id", "tenant", "id", "status", "opened_at", "seen_at", "owner", "closed_as", "regression_of")
+_NOT_OURS = (
+    "run_id",
+    "tenant",
+    "id",
+    "status",
+    "opened_at",
+    "resolved_at",
+    "seen_at",
+    "owner",
+    "closed_as",
+    "regression_of",
+)
 """Columns that an update leaves alone: its key, and what people say."""
 
 
@@ -78,7 +89,8 @@ def fold(
                 continue  # resolved by hand: its consequences open nothing
             if closed is None:
                 closed = _load(conn, run_id, tenant, attempt, status == "resolved")
-            if late := covering(closed, finding, window_steps):
+            as_bad = [i for i in closed if not _grew_worse(i.told_severity, finding.severity)]
+            if late := covering(as_bad, finding, window_steps):  # worse than was told: a page of its own, which ends
                 _absorb_late(late, finding, sites, window_steps)
                 continue
             target = _new(run_id, tenant, attempt, finding, sites, now, window_steps)
@@ -95,10 +107,11 @@ def _load(conn: sa.Connection, run_id: str, tenant: str, attempt: int, status: s
     rows = conn.execute(
         sa.select(t)
         .where(t.c.run_id == run_id, t.c.tenant == tenant, t.c.attempt == attempt, status)
-        .order_by(t.c.first_step)
+        .order_by(t.c.id)  # everybody locks in this order
+        .with_for_update(key_share=True)  # what people do meanwhile comes after
     )
     out = []
-    for row in list(rows.mappings()):
+    for row in sorted(rows.mappings(), key=lambda row: row["first_step"]):
         events = list(
             conn.execute(
                 sa.select(e.c.kind, e.c.detail, e.c.step)
@@ -372,7 +385,7 @@ def _write(conn: sa.Connection, incident: Open, now: float, public_url: str) -> 
         write_event(conn, row, incident.num_events, kind, now, step, detail)
     if opened:
         reason = write_firing(conn, row, now, public_url)
-    elif _grew_worse(incident.told_severity, row["severity"]):
+    elif row["status"] != "resolved" and _grew_worse(incident.told_severity, row["severity"]):
         reason = write_escalated(conn, row, now, public_url, was=incident.told_severity)
     elif incident.was_told is not None and row["status"] != "resolved" and _reads_otherwise(incident.was_told, row):
         reason = write_rejudged(conn, row, now, public_url, was=incident.was_told[0])

@@ -189,7 +189,7 @@ class Move:
     def _let_messages_go(self, source: Engine) -> None:
         """A message that is being sent is noted as sent first, so that nobody sends it again."""
         until, o = time.monotonic() + LEASED_S, t.outbox.c
-        leased = sa.select(o.id).where(o.run_id == self._run_id, o.state == "leased").limit(1)
+        leased = sa.select(o.id).where(o.run_id == self._run_id, o.state.in_(["leased", "grouped"])).limit(1)
         while time.monotonic() < until:
             with source.connect() as conn:
                 if conn.execute(leased).first() is None:

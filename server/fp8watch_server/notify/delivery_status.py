@@ -11,6 +11,7 @@ from typing import Any, cast
 import sqlalchemy as sa
 
 from fp8watch_server.db import schema
+from fp8watch_server.db.fence import unfenced
 from fp8watch_server.incidents.payload import MessagePayload
 from fp8watch_server.notify.message import SUMMARY
 from fp8watch_server.notify.outbox_lease import Leased
@@ -36,7 +37,7 @@ def record_outcome(
     if _update(conn, [leased.run_id, leased.tenant, leased.id], t.c.leased_by == holder, values) != 1:
         return
     for key in leased.others:
-        grouped = t.c.state == "grouped"
+        grouped = sa.and_(t.c.state == "grouped", unfenced(t.c.run_id))  # of another run in a summary
         if state == "sent":
             told = "summarised" if leased.kind == SUMMARY else "sent"
             _update(conn, key, grouped, {"state": told, "sent_at": now})

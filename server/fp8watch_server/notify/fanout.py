@@ -3,7 +3,7 @@
 Shapes:     rows of outbox
 Thread:     dispatcher, inside a write transaction
 
-A resolve goes where its firing went, and nowhere else. What nobody is told keeps a row that says why, in its state:
+A resolve goes where its firing went, and nowhere else. What is about a run that is being moved waits, and nothing waits for it. What nobody is told keeps a row that says why, in its state:
 
     unrouted    no route leads anywhere
     inhibited   a critical incident is open at the same place; it is told when that one is over and this one is not
@@ -21,6 +21,7 @@ import sqlalchemy as sa
 from sqlalchemy.exc import IntegrityError
 
 from fp8watch_server.db import schema
+from fp8watch_server.db.fence import unfenced
 from fp8watch_server.incidents.inhibit import inhibitor
 from fp8watch_server.notify.group import UNDERWAY, same_incident
 
@@ -34,7 +35,8 @@ Route = Callable[[Mapping[str, Any]], Sequence[str]]
 def waits_for_all(conn: sa.Connection) -> bool:
     """Whether there is anything to fan out."""
     t = schema.outbox.c
-    return conn.execute(sa.select(t.id).where(t.channel == "", t.state == "pending").limit(1)).first() is not None
+    waits = (t.channel == "", t.state == "pending", unfenced(t.run_id))
+    return conn.execute(sa.select(t.id).where(*waits).limit(1)).first() is not None
 
 
 def fan_out(conn: sa.Connection, route: Route, now: float) -> None:
@@ -43,7 +45,7 @@ def fan_out(conn: sa.Connection, route: Route, now: float) -> None:
     t = schema.outbox
     rows = conn.execute(
         sa.select(t)
-        .where(t.c.channel == "", t.c.state == "pending")
+        .where(t.c.channel == "", t.c.state == "pending", unfenced(t.c.run_id))
         .order_by(t.c.kind, t.c.created_at)  # a firing before its resolve, also after a clock was set back
         .with_for_update(skip_locked=True)
     )
@@ -90,7 +92,8 @@ def drop_untold(conn: sa.Connection, channel: str) -> None:
     told = sa.exists().where(*same_incident(firing, t.c), firing.kind == "firing", firing.state.in_(TOLD))
     conn.execute(
         sa.update(t)
-        .where(t.c.channel == channel, t.c.kind == "resolved", t.c.state == "pending", t.c.num_attempts == 0, ~told)
+        .where(t.c.channel == channel, t.c.kind == "resolved", t.c.state == "pending", t.c.num_attempts == 0)
+        .where(unfenced(t.c.run_id), ~told)
         .values(state="untold")
     )
 
@@ -99,7 +102,8 @@ def hold_inhibited(conn: sa.Connection, channel: str) -> None:
     """Warnings that a critical incident of the same run and place has overtaken."""
     t = schema.outbox
     fresh = (t.c.channel == channel, t.c.kind == "firing", t.c.state == "pending", t.c.num_attempts == 0)
-    rows = conn.execute(sa.select(t.c.run_id, t.c.tenant, t.c.id, t.c.payload).where(*fresh).limit(256))
+    found = sa.select(t.c.run_id, t.c.tenant, t.c.id, t.c.payload).where(*fresh, unfenced(t.c.run_id))
+    rows = conn.execute(found.limit(256))
     for run_id, tenant, row_id, payload in list(rows):
         incident = payload.get("incident") if isinstance(payload, dict) else None
         by = inhibitor(conn, run_id, tenant, incident) if isinstance(incident, dict) else None
@@ -116,5 +120,6 @@ def give_up_strangers(conn: sa.Connection, channels: Sequence[str], now: float) 
     t = schema.outbox
     strange = (t.c.state == "pending", t.c.channel.not_in(["", *channels]))
     dead = {"state": "dead", "last_error": "its channel is not configured any more"}
-    conn.execute(sa.update(t).where(*strange, t.c.created_at < now - MAX_AGE_S).values(**dead))
+    old = (t.c.created_at < now - MAX_AGE_S, unfenced(t.c.run_id))
+    conn.execute(sa.update(t).where(*strange, *old).values(**dead))
     return int(conn.execute(sa.select(sa.func.count()).select_from(t).where(*strange)).scalar_one())

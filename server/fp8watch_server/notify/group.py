@@ -18,6 +18,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from fp8watch_server.db import schema
+from fp8watch_server.db.fence import unfenced
 from fp8watch_server.incidents.payload import MessagePayload
 from fp8watch_server.notify.channels.base import Channel
 from fp8watch_server.notify.message import SUMMARY, order_of
@@ -109,7 +110,7 @@ def _fresh(conn: sa.Connection, channel: str) -> list[Row]:
     firing_waits = sa.exists().where(*same_incident(earlier, t), earlier.kind == "firing", earlier.state.in_(UNDERWAY))
     got = conn.execute(
         sa.select(t.run_id, t.tenant, t.id, t.incident_id, t.kind, t.idempotency_key, t.payload, t.created_at)
-        .where(t.channel == channel, t.state == "pending", t.num_attempts == 0)
+        .where(t.channel == channel, t.state == "pending", t.num_attempts == 0, unfenced(t.run_id))
         .where(sa.or_(t.kind == "firing", ~firing_waits))
         .order_by(t.created_at, t.kind, t.id)
         .limit(MAX_TOGETHER)

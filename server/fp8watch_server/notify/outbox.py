@@ -34,6 +34,7 @@ from sqlalchemy.exc import DBAPIError
 
 from fp8watch_server.db import schema
 from fp8watch_server.db.dialect import writing
+from fp8watch_server.db.fence import is_fenced, unfenced
 from fp8watch_server.incidents.payload import MessagePayload
 from fp8watch_server.notify.channels import channels_of
 from fp8watch_server.notify.channels.base import Channel
@@ -60,6 +61,8 @@ MAX_BACK_OFF_S = 8.0
 """In the first ten minutes, so that a receiver that recovers hears within ten seconds; later MAX_LATE_BACK_OFF_S."""
 MAX_LATE_BACK_OFF_S = 300.0
 LATE_S = 600.0
+FENCED_S = 2.0
+"""How long what became of a message of a run that is being moved is kept: other messages of its channel wait as long."""
 _WRITE_OPTION = "fp8watch_write"  # of store.dialect: an engine made for writing must not lock the database to look
 
 _RETRIED = frozenset({408, 425})
@@ -229,7 +232,8 @@ class Dispatcher:
         with self._reading.connect() as conn:
             t = schema.outbox.c
             fresh = sa.and_(t.state == "pending", t.num_attempts == 0)
-            wanted = sa.select(t.id).where(t.channel == channel.name, sa.or_(fresh, due_again(now))).limit(1)
+            of_channel = (t.channel == channel.name, unfenced(t.run_id))
+            wanted = sa.select(t.id).where(*of_channel, sa.or_(fresh, due_again(now))).limit(1)
             self._wait_s[channel.name] = self._poll_s
             if waits_for_all(conn):
                 return True
@@ -252,12 +256,18 @@ class Dispatcher:
             level = logging.INFO if again else logging.WARNING
             _log.log(level, "message %s on %s: %s (%s)", leased.id, channel.name, state, error)
             self._said[channel.name] = error
+        until = time.monotonic() + FENCED_S
         while True:
             try:
                 with writing(self._engine) as conn:
                     record_outcome(conn, leased, self._name, state, error, now, outcome.wait_s)
                 return
-            except DBAPIError:
+            except DBAPIError as e:
+                if is_fenced(e) and time.monotonic() > until:
+                    _log.warning(
+                        "message %s on %s: its run is being moved, so it may be sent again", leased.id, channel.name
+                    )
+                    return
                 if self._stop.wait(0.2):
                     raise
 

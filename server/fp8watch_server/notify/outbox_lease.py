@@ -18,6 +18,7 @@ from typing import Any, cast
 import sqlalchemy as sa
 
 from fp8watch_server.db import schema
+from fp8watch_server.db.fence import unfenced
 from fp8watch_server.incidents.payload import AlsoPayload, Incident, MessagePayload, Told
 from fp8watch_server.notify.channels.base import Channel
 from fp8watch_server.notify.fanout import drop_untold, hold_inhibited
@@ -88,7 +89,8 @@ def lease(conn: sa.Connection, channel: Channel, holder: str, now: float, lease_
 
 def _due_again(conn: sa.Connection, channel: str, now: float) -> tuple[Row, int, dict[str, Any]] | None:
     t = schema.outbox
-    query = sa.select(t).where(t.c.channel == channel, due_again(now)).order_by(t.c.created_at).limit(1)
+    due = (t.c.channel == channel, due_again(now), unfenced(t.c.run_id))
+    query = sa.select(t).where(*due).order_by(t.c.created_at).limit(1)
     got = conn.execute(query.with_for_update(skip_locked=True)).mappings().first()
     if got is None:
         return None
@@ -174,7 +176,7 @@ def release_leases_of_the_dead(conn: sa.Connection) -> None:
     holders = conn.execute(sa.select(t.c.leased_by).where(t.c.state == "leased").distinct()).scalars()
     dead = [h for h in holders if h and _is_dead(h)]
     if dead:
-        conn.execute(sa.update(t).where(t.c.leased_by.in_(dead)).values(leased_until=0.0))
+        conn.execute(sa.update(t).where(t.c.leased_by.in_(dead), unfenced(t.c.run_id)).values(leased_until=0.0))
 
 
 def _is_dead(holder: str) -> bool:

@@ -21,6 +21,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from fp8watch_server.db import schema
 from fp8watch_server.db.dialect import writing
+from fp8watch_server.db.fence import unfenced
 from fp8watch_server.db.leader import Leader
 from fp8watch_server.incidents.messages import queue
 from fp8watch_server.incidents.payload import Incident
@@ -109,10 +110,11 @@ class StalledWatch:
         return len(over) + len(new)
 
     def _silent(self, conn: sa.Connection, now: float) -> dict[str, RunWithSessions]:
-        """Runs that have been silent for too long, by the id of their notice."""
+        """Runs that have been silent for too long, by the id of their notice; not those that are being moved."""
         r = schema.run.c
         quiet = r.last_seen_at.between(now - FORGET_AFTER_S, now - self._after_s)
-        ids = conn.execute(sa.select(r.run_id).where(r.tenant == schema.DEFAULT_TENANT, quiet)).scalars().all()
+        here = (r.tenant == schema.DEFAULT_TENANT, unfenced(r.run_id))
+        ids = conn.execute(sa.select(r.run_id).where(*here, quiet)).scalars().all()
         runs = [run for run in (queries.run(conn, i, now=now) for i in ids) if run is not None]
         return {f"{PREFIX}{run['id']}:{run['last_seen_at']:.3f}": run for run in runs if run["status"] == "stalled"}
 
@@ -159,14 +161,14 @@ def _ever_told(conn: sa.Connection) -> set[str]:
 
 
 def _told(conn: sa.Connection) -> dict[str, Incident]:
-    """The notices that are not over, by id."""
+    """The notices that are not over, by id; not of runs that are being moved."""
     t, over = schema.outbox.c, schema.outbox.alias("over").c
     ended = sa.exists().where(
         over.run_id == t.run_id, over.tenant == t.tenant, over.incident_id == t.incident_id, over.kind == "resolved"
     )
     rows = conn.execute(
-        sa.select(t.incident_id, t.payload).where(
-            t.tenant == schema.DEFAULT_TENANT, t.incident_id.startswith(PREFIX), t.kind != "resolved", ~ended
-        )
+        sa.select(t.incident_id, t.payload)
+        .where(t.tenant == schema.DEFAULT_TENANT, t.incident_id.startswith(PREFIX), t.kind != "resolved", ~ended)
+        .where(unfenced(t.run_id))
     )
     return {incident_id: payload["incident"] for incident_id, payload in rows}

@@ -23,12 +23,12 @@ from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection, Engine
-from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
+from sqlalchemy.exc import DataError, DBAPIError, IntegrityError, InterfaceError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
 from fp8watch_agent.wire import Batch, WireError
 from fp8watch_server.db import schema as t
-from fp8watch_server.db.dialect import writing
+from fp8watch_server.db.dialect import OF_THE_VALUES, writing
 from fp8watch_server.db.fence import is_fenced, lost_its_run
 from fp8watch_server.db.leader import Leader
 from fp8watch_server.db.leader_loop import LeaderLoop, Pause
@@ -200,15 +200,15 @@ class DetectWorker:
                     idle = _Judged(_Idle(engine_restore.newest_attempt(conn, *key)), None, findings, settled, stride)
                     changed = self._write_incidents(conn, key, [idle], running)
             except DBAPIError as e:
-                if not lost_its_run(e):
+                if not lost_its_run(e) and not isinstance(e, DataError):
                     raise
                 self._engines.drop(key)
                 continue
             if changed:
                 self._on_change()
 
-    def _take(self, rows: list[Any], give_way: bool = False) -> int:
-        """Process batches of one run; returns how many: all, unless an urgent run interrupted."""
+    def _take(self, rows: list[Any], give_way: bool = False, *, again: bool = False) -> int:
+        """Process batches of one run; returns how many: all, unless an urgent run interrupted. `again`: a batch whose key was taken."""
         key = (rows[0].run_id, rows[0].tenant)
         num = len(rows)
         try:
@@ -216,18 +216,19 @@ class DetectWorker:
             changed = self._commit(key, judged)
         except (OperationalError, InterfaceError, PoolTimeoutError):
             raise  # a database problem: retried later
-        except DBAPIError as e:
-            if not is_fenced(e):
-                raise
-            self._engines.drop(key)  # whoever has the run next goes on
-            self._fenced[key] = time.monotonic()
-            return len(rows)
         except Overtaken:
             log.warning("another collector looks at run %r as well; beginning again", key[0])
             self._engines.drop(key)
             return len(rows)
         except Exception as e:
             self._engines.drop(key)  # the engine has seen uncommitted batches
+            if is_fenced(e):  # whoever has the run next goes on
+                self._fenced[key] = time.monotonic()
+                return len(rows)
+            if isinstance(e, DBAPIError) and (e.connection_invalidated or not isinstance(e, OF_THE_VALUES)):
+                raise  # the database says it of itself: no batch is at fault
+            if isinstance(e, IntegrityError) and len(rows) == 1 and not again:  # somebody was quicker, and that is over
+                return self._take(rows, again=True)
             if len(rows) > 1:
                 for row in rows:
                     self._take([row])

@@ -29,6 +29,7 @@ from fp8watch_server.store.check import check
 from fp8watch_server.store.retention import policy_of, prune
 
 EXIT_USAGE = 2
+Delete = Callable[[sa.Connection, str, Settings], None]
 LIMITS = ("keep_days", "keep_steps", "keep_bytes")
 
 
@@ -87,17 +88,25 @@ def require_run(engine: Engine, run_id: str) -> None:
         raise Unusable(f"there is no run {run_id!r}; known are {', '.join(map(repr, known[:20])) or 'none'}")
 
 
-def prune_main(argv: list[str]) -> int:
-    """Apply retention now. Exit status 0: done."""
+def _delete_rows(conn: sa.Connection, run_id: str, settings: Settings) -> None:
+    conn.execute(sa.delete(t.run).where(t.run.c.run_id == run_id))
+
+
+def prune_main(argv: list[str], delete: Delete = _delete_rows) -> int:
+    """Apply retention now. Exit status 0: done.
+
+    Args:
+        delete: what --delete does to the rows of a run, in the transaction that it is given.
+    """
     parser = parser_of("prune", "Let go of what the retention policy does not keep.", "detail_hours", *LIMITS)
     parser.add_argument("--run", default=None, help="only this run (default: all)")
     parser.add_argument("--remember", action="store_true", help="keep the limits given as those of --run from now on")
     parser.add_argument("--delete", action="store_true", help="delete --run with everything that belongs to it")
     parser.add_argument("--dry-run", action="store_true", help="only say what would go")
-    return run_command("prune", parser, argv, _prune)
+    return run_command("prune", parser, argv, lambda args, settings: _prune(args, settings, delete))
 
 
-def _prune(args: Any, settings: Settings) -> int:
+def _prune(args: Any, settings: Settings, delete: Delete) -> int:
     if (args.remember or args.delete) and args.run is None:
         raise Unusable("--remember and --delete are for one run; name it with --run")
     with opened(settings) as engine:
@@ -106,7 +115,7 @@ def _prune(args: Any, settings: Settings) -> int:
         if args.delete:
             if not args.dry_run:
                 with writing(engine) as conn:
-                    conn.execute(sa.delete(t.run).where(t.run.c.run_id == args.run))
+                    delete(conn, args.run, settings)
             print(f"run {args.run!r} {'would be' if args.dry_run else 'is'} deleted")
             return 0
         if args.remember and not args.dry_run:

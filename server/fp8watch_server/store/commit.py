@@ -324,10 +324,9 @@ def _scalars(batch: Batch, attempt: int, tenant: str) -> list[dict[str, Any]]:
             strict=True,
         )
     ):
-        batch_id = h.batch_ids[i] if h.batch_ids else None
         row: dict[str, Any] = {"run_id": h.run, "tenant": tenant, "attempt": attempt, "rank": h.rank, "step": step}
         row |= {"seq": h.seq, "status": status, "time": time if math.isfinite(time) else None}
-        row["batch_id"] = None if batch_id is None else batch_id.replace("\0", "")  # PostgreSQL has no NUL in text
+        row["batch_id"] = h.batch_ids[i] if h.batch_ids else None
         for name, bit in STEP_SCALARS.items():
             values, kinds = named[name]
             given = present & bit
@@ -354,7 +353,7 @@ def _logs(batch: Batch, attempt: int, tenant: str) -> list[dict[str, Any]]:
             continue
         given = np.array([math.nan if v is None else v for v in values], dtype=np.float64)
         for step, value, number, kind in zip(steps, values, given.tolist(), classify(given).tolist(), strict=True):
-            row: dict[str, Any] = {"run_id": h.run, "tenant": tenant, "name": name.replace("\0", "")}
+            row: dict[str, Any] = {"run_id": h.run, "tenant": tenant, "name": name}
             row |= {"attempt": attempt, "rank": h.rank, "step": step, "seq": h.seq}
             row["value"] = number if value is not None and kind == 0 else None
             row["value_class"] = None if value is None else kind

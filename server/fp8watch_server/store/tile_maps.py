@@ -11,10 +11,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
-from fp8watch_agent.record import TileMap
+from fp8watch_agent.record import TileFlag, TileMap
 from fp8watch_agent.wire import TileMaps, decode_tile_maps, encode_tile_maps
 from fp8watch_server.db import schema as t
 from fp8watch_server.db.dialect import upsert
@@ -23,6 +24,9 @@ from fp8watch_server.store.registrations import KeyReused, require_session, requ
 
 KEEP_NEWEST_STEPS = 256
 KEEP_AROUND_INCIDENT_STEPS = 16
+MAX_SHOWN_TILES = 1 << 19
+"""Of one map, in an answer or on a page."""
+BROKEN = int(TileFlag.NAN | TileFlag.INF | TileFlag.SENTINEL | TileFlag.OFF_SCALE)
 
 
 def commit_tile_maps(
@@ -126,12 +130,13 @@ def tile_map(
 ) -> dict[str, Any] | None:
     """Every tile of a site in a step, row-major.
 
-    {site, step, rank, ranks, shape, amax, scale_inv, flags, num_nonfinite,
+    {site, step, rank, ranks, shape, cut, amax, scale_inv, flags, num_nonfinite,
     num_underflow, nonfinite, nonfinite_scale_inv, steps_available}; None where there is no such map.
 
     `step=None` is the newest that is kept, `rank=None` the lowest that has it. `flags` are record.TileFlag.
     `nonfinite` marks amax, `nonfinite_scale_inv` scale_inv: [[index, "nan" | "inf" | "-inf"], …]. `num_underflow` is null
-    throughout where only codes were seen, which do not tell it.
+    throughout where only codes were seen, which do not tell it. Of a map of more than MAX_SHOWN_TILES these are its first rows,
+    `shape` is theirs, and `cut` is {shape: of the whole map, num_broken: tiles with NaN, Inf, sentinel or off-scale in the rest}, else null.
     """
     steps = steps_available(conn, run_id, site, rank)
     if not steps:
@@ -147,25 +152,45 @@ def tile_map(
     if chosen is None:
         return None
     got: TileMap = decode_tile_maps(bytes(chosen.body)).maps[0]
-    amax = (got.amax.astype(np.uint32) << 16).view(np.float32)  # bfloat16 is the upper half of a float32
+    shape = _shown(got.shape)
+
+    def shown(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        return values.reshape(got.shape)[: shape[0], : shape[1]].ravel()
+
+    flags = shown(got.flags)
+    amax = (shown(got.amax).astype(np.uint32) << 16).view(np.float32)  # bfloat16 is the upper half of a float32
     everywhere = np.ones(len(amax), dtype=bool)
     s = t.site.c
     of_site = (s.run_id == run_id, s.tenant == t.DEFAULT_TENANT, s.site == site)
     evidence = conn.execute(sa.select(s.evidence).where(*of_site)).scalar() or {}
     amax_data, amax_marks = as_data(amax, everywhere)
-    scale_data, scale_marks = as_data(got.scale_inv, everywhere)
+    scale_data, scale_marks = as_data(shown(got.scale_inv), everywhere)
+    cut = None
+    if shape != got.shape:
+        cut = {"shape": list(got.shape), "num_broken": _num_broken(got.flags) - _num_broken(flags)}
     return {
         "site": site,
         "step": wanted,
         "rank": chosen.rank,
         "ranks": sorted({row.rank for row in rows}),
-        "shape": list(got.shape),
+        "shape": list(shape),
+        "cut": cut,
         "amax": amax_data,
         "scale_inv": scale_data,
-        "flags": got.flags.tolist(),
-        "num_nonfinite": got.num_nonfinite.tolist(),
-        "num_underflow": [None] * len(amax) if evidence.get("cast") == "absent" else got.num_underflow.tolist(),
+        "flags": flags.tolist(),
+        "num_nonfinite": shown(got.num_nonfinite).tolist(),
+        "num_underflow": [None] * len(amax) if evidence.get("cast") == "absent" else shown(got.num_underflow).tolist(),
         "nonfinite": amax_marks,
         "nonfinite_scale_inv": scale_marks,
         "steps_available": steps,
     }
+
+
+def _shown(shape: tuple[int, int]) -> tuple[int, int]:
+    """The rows and columns of a map that are given away."""
+    columns = min(shape[1], MAX_SHOWN_TILES)
+    return min(shape[0], MAX_SHOWN_TILES // max(columns, 1)), columns
+
+
+def _num_broken(flags: npt.NDArray[np.uint8]) -> int:
+    return int(np.count_nonzero(flags & BROKEN))

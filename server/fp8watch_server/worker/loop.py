@@ -27,10 +27,11 @@ from sqlalchemy.engine import Engine
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
 from fp8watch_agent.wire import Batch, WireError, decode_batch, decompress
+from fp8watch_server.db.dialect import OF_THE_VALUES
 from fp8watch_server.db.fence import RunHasMoved, is_fenced
 from fp8watch_server.db.lease import BEAT_S
 from fp8watch_server.db.schema import DEFAULT_TENANT
-from fp8watch_server.ingest.group_commit import AWAY, Committer
+from fp8watch_server.ingest.group_commit import Committer
 from fp8watch_server.ingest.request_sender import RequestSender
 from fp8watch_server.queue.jetstream import JetStream, Message, QueueError, Reader
 from fp8watch_server.queue.subjects import (
@@ -57,6 +58,8 @@ BEGIN_AT_ONCE = 8
 """Lanes that begin at the same time: each may make a replicated consumer."""
 DEAF_S = 5.0
 """After so long without an answer to any lane, another server of the queue may have a quorum."""
+CALM_S = 30.0
+"""Work that went on for so long was not stopped by what stopped it before."""
 FINISH_S = 5.0
 """How long an end waits for commits in hand: a database that hangs never finishes them."""
 REFUSALS = (
@@ -138,13 +141,17 @@ class Worker:
         beats = asyncio.create_task(self._beat())
         try:
             while not self._stopping.is_set():
+                began = time.monotonic()
                 try:
                     await self._work()
                 except QueueError as e:
                     log.warning("the worker begins again: %s", e)
                     await self._queue.close()  # another node may have a quorum
                 except SQLAlchemyError as e:
-                    self._say(str(e).splitlines()[0])
+                    self._say(str(e).splitlines()[0], again=time.monotonic() - began > CALM_S)
+                    await asyncio.to_thread(
+                        self._engine.dispose
+                    )  # another connection may reach a server that takes changes
                 except Exception:
                     log.exception("the worker failed; it begins again")
                 await self._let_go()
@@ -158,9 +165,9 @@ class Worker:
                 await asyncio.to_thread(committer.stop, FINISH_S)
             await self._queue.close()
 
-    def _say(self, why: str) -> None:
-        """Why it waits, once."""
-        if why != self._said:
+    def _say(self, why: str, again: bool) -> None:
+        """Why it waits, once, or `again` where it has worked since."""
+        if why != self._said or again:
             log.warning("the worker waits for the database%s: %s", f" of {self._shard!r}" if self._shard else "", why)
         self._said = why
 
@@ -207,7 +214,6 @@ class Worker:
         await asyncio.to_thread(self._lanes.give_back)
         for number in sorted(held - self._mine.keys()):
             self._mine[number] = _Lane(partial(self._serve, number))
-        self._said = ""
 
     async def _serve(self, lane: int, stream: Stream, ending: asyncio.Event) -> None:
         """Read a lane of a stream until it ends.
@@ -307,11 +313,10 @@ class Worker:
 
 
 def _is_refusal(outcome: BaseException) -> bool:
-    """Whether a batch can never be committed; what the database refuses of one batch while it is there counts, too."""
-    if is_fenced(outcome):  # its run is being moved
-        return False
+    """Whether a batch can never be committed; what the database refuses of its values counts, too. Anything else that a database
+    says is about the database: it is read-only, or lacks a right or a table."""
     if isinstance(outcome, DBAPIError):
-        return not isinstance(outcome, AWAY) and not outcome.connection_invalidated
+        return isinstance(outcome, OF_THE_VALUES) and not outcome.connection_invalidated
     return isinstance(outcome, REFUSALS)
 
 

@@ -1,0 +1,41 @@
+"""What is broken on purpose where detection, people and messages meet at one incident, and the test that sees it."""
+
+from __future__ import annotations
+
+from support.planted import Bug
+
+F = "tests/incidents/test_fold.py"
+LATE = f"{F}::test_a_late_critical_finding_of_a_warning_that_is_over_is_an_incident_of_its_own_which_ends"
+GONE = "tests/collector/test_deleted_run.py::test_what_was_told_of_it_is_over"
+PERSON = f"{F}::test_what_a_person_does_while_detection_writes_comes_before_it_or_after"
+
+INCIDENTS = [
+    Bug(
+        "what is worse than was told is no part of what is over",
+        "fold:fold",
+        "if not _grew_worse(i.told_severity, finding.severity)]",
+        "]",
+        LATE,
+    ),
+    Bug(
+        "what a person does waits for findings that are being written",
+        "fold:_load",
+        "        .with_for_update(key_share=True)  # what people do meanwhile comes after\n",
+        "",
+        PERSON,
+    ),
+    Bug(
+        "what was told of a run that is deleted is over",
+        "deleted_run:delete_run",
+        "        write_resolved(conn, {**row, **over}, now, public_url)\n",
+        "        pass\n",
+        GONE,
+    ),
+    Bug(
+        "prune ends what was told",
+        "incidents.prune_command:main",
+        "command.prune_main(argv, _delete)",
+        "command.prune_main(argv)",
+        GONE,
+    ),
+]
