@@ -1,6 +1,5 @@
 """What a collector has refused for good, as a relay keeps it for whoever looks for the reason: some of it.
 
-Upstream:   fp8watch_agent.relay_forward
 Shapes:     bodies -> files under refused/
 Thread:     any
 """
