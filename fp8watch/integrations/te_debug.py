@@ -218,10 +218,15 @@ def gemm_of(kind: str, layer: str) -> int:
     return int(found["fc"]) - 1 if found["fc"] else int(found["gemm"])
 
 
+def delays_wgrad(module: Any) -> bool:
+    """Whether a module computes its weight gradients when `backward_dw` is called, behind its backward."""
+    store = getattr(module, "wgrad_store", None)
+    return store is not None and bool(store.delay_wgrad_compute())
+
+
 def _can(module: Any, mode: _Mode) -> bool:
     """Whether Transformer Engine takes this call in debug mode; where it would raise, it is left out of it."""
-    store = getattr(module, "wgrad_store", None)
-    if store is not None and store.delay_wgrad_compute():
+    if delays_wgrad(module):
         return False
     if getattr(module, "single_grouped_weight", False) or getattr(module, "single_grouped_bias", False):
         return False

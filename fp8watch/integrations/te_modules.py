@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from fp8watch.integrations.te_debug import shows_all
+from fp8watch.integrations.te_debug import delays_wgrad, shows_all
 from fp8watch.integrations.te_nvfp4 import is_nvfp4
 from fp8watch.integrations.te_tensors import QuantizedView, is_quantized
 from fp8watch.numerics.formats import E2M1
@@ -121,7 +121,7 @@ def unseen(named_modules: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, st
 
 
 def without_sites(named_modules: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, str]]:
-    """Parts of Transformer Engine modules that may compute or communicate in FP8 and have no sites, and why."""
+    """Parts of Transformer Engine modules that may compute or communicate in FP8 and are not observed, and why."""
     found: list[tuple[str, str]] = []
     for fqn, module in named_modules:
         classes = type(module).__mro__
@@ -129,8 +129,12 @@ def without_sites(named_modules: Iterable[tuple[str, nn.Module]]) -> list[tuple[
             found.append(
                 (fqn, "products of activations: not observed, in FP8 where its recipe says fp8_dpa or fp8_mha")
             )
-        elif kind_of(module) and any(name.startswith("ub_overlap") and on for name, on in vars(module).items()):
+        if not kind_of(module):
+            continue
+        if any(name.startswith("ub_overlap") and on for name, on in vars(module).items()):
             found.append((f"{fqn} communication", "overlapped with its GEMMs: what it sends is not observed"))
+        if delays_wgrad(module):
+            found.append((f"{fqn} wgrad", "delayed behind the backward: its product is not observed"))
     return found
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -347,6 +347,14 @@ def test_operations_that_are_fused_are_left_out_with_the_reason(te: ModuleType) 
     assert te_modules.unseen(model.named_modules()) == [
         ("a", "te.ops: fused behind the module, not where products are observed")
     ]
+
+
+@pytest.mark.parametrize("delays", [True, False])
+def test_a_weight_gradient_that_is_computed_behind_the_backward_is_named(te: ModuleType, delays: bool) -> None:
+    model = nn.ModuleDict({"a": te.Linear(16, 16), "b": te.Linear(16, 16)})
+    model["b"].wgrad_store = SimpleNamespace(delay_wgrad_compute=lambda: delays)
+    said = ("b wgrad", "delayed behind the backward: its product is not observed")
+    assert te_modules.without_sites(model.named_modules()) == ([said] if delays else [])
 
 
 def test_subclasses_are_found_and_namesakes_are_not(te: ModuleType) -> None:

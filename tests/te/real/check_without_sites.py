@@ -34,3 +34,12 @@ def test_communication_that_overlaps_with_gemms_is_named(te):
             te_modules.without_sites(model.named_modules())
         )
         setattr(model.proj, flag, False)
+
+
+def test_a_weight_gradient_that_is_computed_behind_the_backward_is_named(te):
+    model = nn.ModuleDict(
+        {name: te.Linear(128, 128, delay_wgrad_compute=name == "late") for name in ("late", "as_ever")}
+    )
+    assert te_modules.without_sites(model.named_modules()) == [
+        ("late wgrad", "delayed behind the backward: its product is not observed")
+    ]
