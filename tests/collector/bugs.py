@@ -306,6 +306,27 @@ STORE = [
         "tests/pages/test_merged_steps.py::test_a_point_says_its_steps_before_any_script_runs",
     ),
     Bug(
+        "the history of a run is not searched for its loss",
+        "metrics:_scalars",
+        ".where(*of_run, near)",
+        ".where(*of_run)",
+        f"{C}/test_metrics.py::test_the_newest_loss_is_looked_for_near_the_last_step_alone",
+    ),
+    Bug(
+        "however many ranks there are as many rows are searched",
+        "metrics:_scalars",
+        ".limit(NEWEST_ROWS)",
+        "",
+        f"{C}/test_metrics.py::test_the_newest_loss_is_looked_for_near_the_last_step_alone",
+    ),
+    Bug(
+        "what does not fit in the answer is not read",
+        "metrics:_sites",
+        "        if budget.left < len(COUNTERS):",
+        "        if False:",
+        f"{C}/test_metrics.py::test_what_does_not_fit_any_more_is_not_read",
+    ),
+    Bug(
         "metrics are bounded",
         "metrics:_Budget.take",
         "        if count > self.left:\n",

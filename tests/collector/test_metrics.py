@@ -129,6 +129,47 @@ def test_series_are_bounded_and_what_was_left_out_is_counted(filled: Agent, monk
     assert again["fp8watch_series_dropped_total", ()] == 2 * got["fp8watch_series_dropped_total", ()]
 
 
+def test_what_does_not_fit_any_more_is_not_read(filled: Agent, app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first run takes what there is; of the others the sites are counted, and their values are not read."""
+    for i in range(3):
+        Agent(filled.client, run=f"later-{i}", session=f"{i}" * 32).register([UP_ROW, UP_COLUMN]).send([UP_ROW], [1])
+    app.state.worker.drain()
+    with app.state.engine.connect() as conn:
+        read: list[str] = []
+        sa.event.listen(conn, "before_cursor_execute", lambda *args: read.append(args[2]))
+        budget = metrics._Budget(9)
+        families = list(metrics._sites(conn, ["later-0", "later-1", "later-2", "run-1"], budget))
+    assert {s.labels["run"] for family in families for s in family.samples} == {"later-0"}
+    assert len([sql for sql in read if "newest" in sql]) == 1
+    assert budget.dropped == 3 * (len(metrics.COUNTERS) + len(metrics.GAUGES))
+
+
+def test_the_newest_loss_is_looked_for_near_the_last_step_alone(
+    client: Any, app: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics, "CACHE_S", 0.0)
+    monkeypatch.setattr(metrics, "NEWEST_STEPS", 4)
+
+    def loss() -> float | None:
+        return samples(client.get("/metrics").text).get(("fp8watch_loss", (("run", "run-1"),)))
+
+    agent = Agent(client).register([UP_ROW])
+    assert loss() is None
+    agent.send([UP_ROW], [1], scalars={"loss": [2.5]})
+    agent.send([UP_ROW], [2, 3, 4], scalars={"lr": [1.0] * 3})
+    assert loss() == 2.5
+    agent.send([UP_ROW], [5], scalars={"lr": [1.0]})
+    assert loss() is None
+    agent.send([UP_ROW], [6], scalars={"loss": [float("nan")]})
+    assert math.isnan(loss() or 0.0)
+    monkeypatch.setattr(metrics, "NEWEST_ROWS", 1)
+    agent.send([UP_ROW], [7], scalars={"lr": [1.0]})
+    assert loss() is None
+    again = Agent(client, session="b" * 32, facts={"restart_count": 1}).register([UP_ROW])
+    again.send([UP_ROW], [6], scalars={"loss": [1.5]})
+    assert loss() == 1.5
+
+
 def test_it_is_made_at_most_every_five_seconds(filled: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
     first = filled.client.get("/metrics").text
     filled.send([UP_ROW], [3], scalars={"loss": [9.0]})

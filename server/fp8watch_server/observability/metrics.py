@@ -40,6 +40,8 @@ from fp8watch_server.store.incident_states import FALSE_ALARM
 CACHE_S = 5.0
 MAX_SERIES = 10_000
 MAX_RUNS = 200
+NEWEST_STEPS, NEWEST_ROWS = 2048, 16_384
+"""Of a run: how far back its newest loss is looked for."""
 FORGET_RUN_AFTER_S = 86_400.0
 """A run that has been silent for a day leaves /metrics."""
 
@@ -95,7 +97,10 @@ class FleetCollector(Collector):
             yield from _moves(everywhere.conns[0])
         yield _shards_up(self._shards, everywhere.away)
         yield from self._own()
-        dropped = CounterMetricFamily("fp8watch_series_dropped", "Series above the budget, left out of answers")
+        dropped = CounterMetricFamily(
+            "fp8watch_series_dropped",
+            "Series above the budget, left out of answers; of runs without any, as many as there can be",
+        )
         self._num_dropped += budget.dropped
         dropped.add_metric([], self._num_dropped)
         yield dropped
@@ -113,18 +118,19 @@ class FleetCollector(Collector):
         seen = GaugeMetricFamily(
             "fp8watch_run_last_seen_timestamp_seconds", "When the collector last heard of the run", labels=["run"]
         )
-        kept: list[str] = []
+        kept_rows: list[Any] = []
         for row in runs:
             if not budget.take(3):
                 continue
-            kept.append(row.run_id)
+            kept_rows.append(row)
             facts = {"recipe": row.recipe, "format": _format(conn, row.run_id), "backend": row.backend}
             info.add_metric([row.run_id], facts)
             seen.add_metric([row.run_id], row.last_seen_at)
             if row.last_step is not None:
                 step.add_metric([row.run_id], row.last_step)
         yield from (info, step, seen)
-        yield from _scalars(conn, kept, budget)
+        kept = [row.run_id for row in kept_rows]
+        yield from _scalars(conn, kept_rows, budget)
         yield from _incidents(conn, kept, budget)
         yield from _agents(conn, kept, budget)
         yield from _sites(conn, kept, budget)
@@ -164,21 +170,25 @@ def _format(conn: Connection, run_id: str) -> str:
     return "+".join(formats)
 
 
-def _scalars(conn: Connection, run_ids: list[str], budget: _Budget) -> Iterable[Metric]:
+def _scalars(conn: Connection, runs: list[Any], budget: _Budget) -> Iterable[Metric]:
     c = t.scalar.c
     for name, text in (("loss", "Newest loss, mean over ranks"), ("grad_norm", "Newest norm of the gradient")):
         family = GaugeMetricFamily(f"fp8watch_{name}", text, labels=["run"])
         kind = c[f"{name}_class"]
-        for run_id in run_ids:
-            given = (c.run_id == run_id, c.tenant == t.DEFAULT_TENANT, kind.is_not(None))
-            newest = conn.execute(
-                sa.select(c.attempt, c.step).where(*given).order_by(c.attempt.desc(), c.step.desc()).limit(1)
-            ).first()
-            if newest is None or not budget.take():
+        for run in runs:
+            if run.last_step is None:
                 continue
-            rows = conn.execute(sa.select(c[name], kind).where(*given, c.attempt == newest[0], c.step == newest[1]))
+            of_run = (c.run_id == run.run_id, c.tenant == t.DEFAULT_TENANT, c.attempt == run.last_step_attempt)
+            near = c.step.between(run.last_step - NEWEST_STEPS + 1, run.last_step)
+            last = sa.select(c.step, kind.label("kind")).where(*of_run, near)
+            rows_of_last = last.order_by(c.step.desc()).limit(NEWEST_ROWS).subquery()
+            given = rows_of_last.c.kind.is_not(None)
+            step = conn.execute(sa.select(sa.func.max(rows_of_last.c.step)).where(given)).scalar()
+            if step is None or not budget.take():
+                continue
+            rows = conn.execute(sa.select(c[name], kind).where(*of_run, c.step == step, kind.is_not(None)))
             values = [value if cls == 0 else _OF_CLASS[cls] for value, cls in rows]
-            family.add_metric([run_id], math.fsum(values) / len(values) if _summable(values) else sum(values))
+            family.add_metric([run.run_id], math.fsum(values) / len(values) if _summable(values) else sum(values))
         yield family
 
 
@@ -259,7 +269,13 @@ def _sites(conn: Connection, run_ids: list[str], budget: _Budget) -> Iterable[Me
     gauges = {f: GaugeMetricFamily(name, text, labels=labels) for f, (name, text) in GAUGES.items()}
     s, total = t.site.c, t.site_total.c
     same_site = sa.and_(s.run_id == total.run_id, s.tenant == total.tenant, s.site == total.site)
-    for run_id in run_ids:
+    for i, run_id in enumerate(run_ids):
+        if budget.left < len(COUNTERS):  # no layer fits any more
+            of_rest = (s.run_id.in_(run_ids[i:]), s.tenant == t.DEFAULT_TENANT)
+            layers = sa.select(s.run_id, s.module, s.operand).join(t.site_total, same_site).where(*of_rest).distinct()
+            num_layers = conn.execute(sa.select(sa.func.count()).select_from(layers.subquery())).scalar_one()
+            budget.dropped += num_layers * (len(COUNTERS) + len(GAUGES))
+            break
         rows = conn.execute(
             sa.select(s.module, s.operand, t.site_total)
             .join(t.site_total, same_site)
