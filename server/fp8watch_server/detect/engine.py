@@ -351,7 +351,7 @@ class DetectionEngine:
         ranks = set(now.ranks)
         streams = [s for s in self._streams.values() if s.rank in ranks]
         for f in found:
-            if f.mode in SPREADING:
+            if f.mode in SPREADING and f.severity != "info":
                 for stream in streams:
                     stream.note_cause(f)
         return [self._with_context(f, views[0], streams, self._apart(f)) for f in found]
