@@ -51,6 +51,10 @@ _OF_KIND = {
     "gradients-other": BLIND,
     "no-replicas": BLIND,
     "frozen-written": BLIND,
+    "repeated": BLIND,
+    "copies": BLIND,
+    "labels": BLIND,
+    "composition": BLIND,
 }
 """`extra["kind"]` -> what precedence knows it as."""
 _HABITS = frozenset({"update-times", "update-astray", "weights-rounded"})
