@@ -174,7 +174,7 @@ class DetectionEngine:
             )
             stream, found = self._begin(batch, seen=stream.seen)
         stream.heard = self._num_batches
-        stream.last_seq = max(stream.last_seq, header.seq)
+        stream.last_seq = max(stream.last_seq, header.parent_seq)
         self._assembly.heard(header.rank, at, ended=bool(header.health.get("ended")))
         newest = self._progress.is_newest(header.session, header.rank)
         self._progress.heard(header.session, stream)
@@ -278,7 +278,7 @@ class DetectionEngine:
     @staticmethod
     def _went_back(stream: Stream, batch: Batch) -> bool:
         """Whether training loaded an earlier checkpoint in place. A batch that comes late has an earlier seq."""
-        if stream.last_step is None or not len(batch.steps) or batch.header.seq <= stream.last_seq:
+        if stream.last_step is None or not len(batch.steps) or batch.header.parent_seq <= stream.last_seq:
             return False
         return int(batch.steps["step"][0]) < stream.last_step
 

@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from fp8watch_agent.wire import SPLIT_SHIFT
 from fp8watch_server.detect.families import degenerate
 from fp8watch_server.detect.finding import Evidence, Finding
 from fp8watch_server.detect.precedence import NONFINITE_MODES
@@ -39,7 +40,7 @@ class Stream:
     invariant_seen: int = NEVER
     loss_seen: int | None = None  # num_steps of the last loss
     cause_step: int = 0  # the step in which the cause or a consequence was last seen
-    last_seq: int = -1
+    last_seq: int = -1  # of whole batches
     norm_broken: int | None = None  # num_steps of the last whose gradient norm was not finite
     norm_step: int = 0  # its number
     heard: int = 0  # Engine._num_batches when its last batch came
@@ -53,6 +54,8 @@ class Stream:
             for seq in fields.pop("seqs"):
                 fields["seen"].add(seq)
         return fields
+        if fields.get("last_seq", -1) > 0:  # of halves, once
+            fields["last_seq"] &= (1 << SPLIT_SHIFT) - 1
 
     def advance(self, step: int) -> bool:
         """The next step; False where it is none, because it came late."""
