@@ -248,9 +248,8 @@ class DetectionEngine:
         found: list[Finding] = []
         if restarted:
             found = self._restart(int(batch.steps["step"][0]) if len(batch.steps) else None)
-        made = self._streams[batch.header.session] = Stream(
-            rank=batch.header.rank, zero_tiles=degenerate.ZeroTiles(len(self._table)), seen=seen
-        )
+        tiles, attempt = degenerate.ZeroTiles(len(self._table)), self._restarted if restarted else 0
+        made = self._streams[batch.header.session] = Stream(batch.header.rank, tiles, seen=seen, attempt=attempt)
         self._progress.begin(batch.header.session, made)
         return made, found
 
@@ -283,11 +282,15 @@ class DetectionEngine:
         return int(batch.steps["step"][0]) < stream.last_step
 
     def _belongs(self, stream: Stream, view: StepView) -> bool:
-        """Whether a step is of the attempt that is on: not a late one of a session that was replaced."""
+        """Whether a step is of the attempt that is on: not a late one of a session from before the restart."""
         if self._streams[self._progress.sessions(stream.rank)[-1]] is not stream:
             return False
         last = self._assembly.last_step
-        return last is None or not self._restarted or abs(view.step - last) <= LIVE_RANK_STEPS * self.stride
+        if last is None or stream.attempt == self._restarted:
+            return True
+        near = abs(view.step - last) <= LIVE_RANK_STEPS * self.stride
+        stream.attempt = self._restarted if near else stream.attempt  # a rank that goes on
+        return near
 
     # ---- invariants, rank by rank
 

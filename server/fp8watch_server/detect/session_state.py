@@ -44,6 +44,7 @@ class Stream:
     norm_broken: int | None = None  # num_steps of the last whose gradient norm was not finite
     norm_step: int = 0  # its number
     heard: int = 0  # Engine._num_batches when its last batch came
+    attempt: int = 0  # Engine._restarted while it began, or went on
     seen: Seen = field(default_factory=Seen)  # sequence numbers of its batches
 
     @staticmethod
@@ -53,9 +54,9 @@ class Stream:
             fields["seen"] = Seen()
             for seq in fields.pop("seqs"):
                 fields["seen"].add(seq)
-        return fields
         if fields.get("last_seq", -1) > 0:  # of halves, once
             fields["last_seq"] &= (1 << SPLIT_SHIFT) - 1
+        return fields
 
     def advance(self, step: int) -> bool:
         """The next step; False where it is none, because it came late."""
