@@ -21,6 +21,7 @@ from fp8watch_agent.ring_file import Frame
 from fp8watch_agent.session import Session
 from fp8watch_agent.wire import (
     MAX_HEADER_BYTES,
+    SPLIT_SHIFT,
     Header,
     decode_batch,
     decode_tile_maps,
@@ -36,7 +37,6 @@ LINGER_INTERVALS = 8  # batch intervals for which it waits at most: below late_r
 PROMPT_STEPS = 16  # of a session, that leave without waiting: somebody is looking
 MAX_EXTRA_BYTES = 32 << 10  # logs and batch ids of one batch, before they become header columns
 MAX_RAW_BYTES = 8 << 20
-SPLIT_SHIFT = 48  # each half's path in the tree of halves, above the parent's seq
 MAX_SPLIT_PATH = 1 << (63 - SPLIT_SHIFT)
 
 

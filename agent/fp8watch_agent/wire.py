@@ -47,6 +47,8 @@ WIRE_VERSION = 3
 READS = (1, 2, 3)
 BATCH_CONTENT_TYPE = "application/vnd.fp8watch.batch+msgpack"
 TILE_MAPS_CONTENT_TYPE = "application/vnd.fp8watch.tile-maps+msgpack"
+SPLIT_SHIFT = 48
+"""Bits of `seq`; above them each half of a batch that was too large has its path in the tree of halves."""
 
 
 class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
@@ -68,6 +70,11 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
     per_step: int = 0  # number of sites, where the records of all steps lie in one order of sites; else 0
     depth_stride: int = 0  # delta stride of depth_hist, in records
     sparse: int = 0  # bits of `measured` whose fields take bytes for the records that have them alone
+
+    @property
+    def parent_seq(self) -> int:
+        """`seq` of the whole batch that this is a half of, or is under another key; its own where it is neither."""
+        return self.seq & ((1 << SPLIT_SHIFT) - 1) if self.seq > 0 else self.seq
 
 
 class _Body(msgspec.Struct):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from detect.bugs_apart import OF_APART
 from detect.bugs_batches import OF_BATCHES, OF_TRAINING
 from detect.bugs_causes import CAUSES
 from detect.bugs_engine import ENGINE, REPORTS
@@ -454,4 +455,5 @@ BUGS = [
     *OF_UPDATES,
     *OF_REPLICAS,
     *OF_SPREAD,
+    *OF_APART,
 ]

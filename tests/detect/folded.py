@@ -78,4 +78,4 @@ def _extend(o: Open, incident: Folded, f: Finding) -> None:
     o.names |= {f.scalar}
     o.row["first_step"] = min(o.row["first_step"], f.onset)
     o.row["sites"] = list(dict.fromkeys([*o.row["sites"], *_ids(f)]))[:256]
-    incident.severity = max(incident.severity, f.severity, key=SEVERITIES.index)
+    o.row["severity"] = incident.severity = max(incident.severity, f.severity, key=SEVERITIES.index)

@@ -165,6 +165,20 @@ def test_labels_drawn_at_random_are_told_and_those_that_always_varied_need_three
     assert (incident.first.step, incident.first.onset) == (AT + 2, AT)
 
 
+@pytest.mark.parametrize("data", ["repeated", "labels"])
+def test_an_input_that_grows_is_no_matter_of_batches_that_come_again_or_labels_that_are_shifted(data: str) -> None:
+    t = made()
+    if data == "repeated":
+        t.logs[HASH][AT:] = np.resize(t.logs[HASH][AT - 3 : AT], STEPS - AT)
+    else:
+        t.logs[SHIFTS[1]][AT:] -= 0.6
+        t.logs[SHIFTS[2]][AT:] += 0.6
+    octaves = 0.3 * np.clip(np.arange(STEPS) - AT - 8, 0, 12)
+    t.grow(t.mask("mlp.down_proj", "input"), octaves)
+    t.set_kurtosis(t.mask("mlp.down_proj", "input"), np.exp2(octaves))
+    assert [i.mode for i in incidents(t)] == ["bad-batch", "outlier-growth"]
+
+
 def test_a_mask_that_is_dropped_and_a_source_of_noise_are_information() -> None:
     t = made()
     t.logs[MASK][AT:] = 1.0

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 from detect.healthy_run import Run
 from detect.scenarios import BY_NAME
 
-from fp8watch_agent.wire import Batch
+from fp8watch_agent.batch import Kind, Parcel, rekeyed, split
+from fp8watch_agent.wire import Batch, decode_batch, encode_batch, rows_of
 from fp8watch_server.detect.engine import DetectionEngine
+from fp8watch_server.detect.session_state import Stream
 
 
 def test_a_batch_that_comes_twice_is_judged_once() -> None:
@@ -156,6 +160,27 @@ def test_training_that_goes_back_within_a_session_begins_anew() -> None:
     assert engine.delivered_step == 159
 
 
+@pytest.mark.parametrize("part", [split, lambda parcel: (rekeyed(parcel),)], ids=["split", "under another key"])
+def test_training_that_goes_back_behind_a_batch_that_was_sent_otherwise_begins_anew(
+    part: Callable[[Parcel], tuple[Parcel, ...]],
+) -> None:
+    run = Run()
+    engine = DetectionEngine(run.facts)
+    first, whole, late, last = (run.batch(range(at, at + 4)) for at in (480, 484, 488, 492))
+    body = encode_batch(whole.header, whole.steps, whole.step, whole.site, rows_of(whole))
+    parts = [decode_batch(p.body) for p in part(Parcel(Kind.BATCH, whole.header.seq, body, 0))]
+    assert [f for batch in (first, *parts, last, late, *parts) for f in engine.observe(batch)] == []
+    assert [n.kind for n in engine.take_notices() if n.kind == "rewind"] == []
+    engine.observe(run.batch(range(100, 104)))
+    assert [n.kind for n in engine.take_notices() if n.kind == "rewind"] == ["rewind"]
+    assert engine.delivered_step == 103
+
+
+def test_a_state_from_behind_a_split_batch_knows_the_order_of_whole_ones() -> None:
+    assert Stream.upgraded({"last_seq": 3 << 48 | 7}) == {"last_seq": 7}
+    assert Stream.upgraded({"last_seq": -1}) == {"last_seq": -1}
+
+
 def test_a_late_step_is_no_consequence_of_a_cause_far_from_it() -> None:
     run = Run()
     engine = DetectionEngine(run.facts)
@@ -168,3 +193,47 @@ def test_a_late_step_is_no_consequence_of_a_cause_far_from_it() -> None:
     engine.observe(run.batch(range(6, 100), loss))
     [finding] = engine.observe(late)
     assert (finding.mode, finding.extra["consequence"]) == ("nan-in-activation", False)
+
+
+@pytest.mark.parametrize("by", ["a new session", "going back in place"])
+def test_many_steps_that_are_missing_behind_a_restart_end_no_statistics(by: str) -> None:
+    first, second = Run(session="a" * 32), Run(session="b" * 32)
+    engine = DetectionEngine(first.facts)
+    for at in range(480, 496, 8):
+        engine.observe(first.batch(range(at, at + 8)))
+    again = second if by == "a new session" else first
+    for at in (400, 2000, 2002, 2004, 2006):
+        engine.observe(again.batch(range(at, at + 2)))
+    assert engine.delivered_step == 2007
+
+
+def test_a_rank_that_goes_on_without_a_restart_is_missed_by_nobody_behind_a_gap() -> None:
+    ranks = [Run(rank=rank, session=f"old{rank}") for rank in range(2)]
+    engine = DetectionEngine(ranks[0].facts)
+    for run in ranks:
+        engine.observe(run.batch(range(480, 496)))
+    ranks[0] = Run(rank=0, session="new0")
+    for at in (496, 504):
+        for run in ranks:
+            engine.observe(run.batch(range(at, at + 8)))
+    for at in (2000, 2002, 2004, 2006):  # rank 0 says no more
+        engine.observe(ranks[1].batch(range(at, at + 2)))
+    assert engine.delivered_step == 2007
+
+
+def test_late_steps_of_the_attempt_before_are_of_no_statistics() -> None:
+    old = [Run(rank=rank, session=f"old{rank}") for rank in range(2)]
+    engine = DetectionEngine(old[0].facts)
+    for run in old:
+        engine.observe(run.batch(range(4984, 4992)), 0.0)
+    new = [Run(rank=rank, session=f"new{rank}") for rank in range(2)]
+    engine.observe(new[0].batch(range(4000, 4008)), 20.0)
+    engine.tick(40.0)  # rank 1 is waited for no longer
+    for at in (4992, 5000):
+        engine.observe(old[1].batch(range(at, at + 8)), 41.0)
+    engine.tick(60.0)
+    assert engine.delivered_step == 4007
+    for at in (4008, 4016):
+        for run in new:
+            engine.observe(run.batch(range(at, at + 8)), 60.0 + at)
+    assert engine.delivered_step == 4023

@@ -174,7 +174,7 @@ class DetectionEngine:
             )
             stream, found = self._begin(batch, seen=stream.seen)
         stream.heard = self._num_batches
-        stream.last_seq = max(stream.last_seq, header.seq)
+        stream.last_seq = max(stream.last_seq, header.parent_seq)
         self._assembly.heard(header.rank, at, ended=bool(header.health.get("ended")))
         newest = self._progress.is_newest(header.session, header.rank)
         self._progress.heard(header.session, stream)
@@ -248,9 +248,8 @@ class DetectionEngine:
         found: list[Finding] = []
         if restarted:
             found = self._restart(int(batch.steps["step"][0]) if len(batch.steps) else None)
-        made = self._streams[batch.header.session] = Stream(
-            rank=batch.header.rank, zero_tiles=degenerate.ZeroTiles(len(self._table)), seen=seen
-        )
+        tiles, attempt = degenerate.ZeroTiles(len(self._table)), self._restarted if restarted else 0
+        made = self._streams[batch.header.session] = Stream(batch.header.rank, tiles, seen=seen, attempt=attempt)
         self._progress.begin(batch.header.session, made)
         return made, found
 
@@ -278,16 +277,20 @@ class DetectionEngine:
     @staticmethod
     def _went_back(stream: Stream, batch: Batch) -> bool:
         """Whether training loaded an earlier checkpoint in place. A batch that comes late has an earlier seq."""
-        if stream.last_step is None or not len(batch.steps) or batch.header.seq <= stream.last_seq:
+        if stream.last_step is None or not len(batch.steps) or batch.header.parent_seq <= stream.last_seq:
             return False
         return int(batch.steps["step"][0]) < stream.last_step
 
     def _belongs(self, stream: Stream, view: StepView) -> bool:
-        """Whether a step is of the attempt that is on: not a late one of a session that was replaced."""
+        """Whether a step is of the attempt that is on: not a late one of a session from before the restart."""
         if self._streams[self._progress.sessions(stream.rank)[-1]] is not stream:
             return False
         last = self._assembly.last_step
-        return last is None or not self._restarted or abs(view.step - last) <= LIVE_RANK_STEPS * self.stride
+        if last is None or stream.attempt == self._restarted:
+            return True
+        near = abs(view.step - last) <= LIVE_RANK_STEPS * self.stride
+        stream.attempt = self._restarted if near else stream.attempt  # a rank that goes on
+        return near
 
     # ---- invariants, rank by rank
 
@@ -351,7 +354,7 @@ class DetectionEngine:
         ranks = set(now.ranks)
         streams = [s for s in self._streams.values() if s.rank in ranks]
         for f in found:
-            if f.mode in SPREADING:
+            if f.mode in SPREADING and f.severity != "info":
                 for stream in streams:
                     stream.note_cause(f)
         return [self._with_context(f, views[0], streams, self._apart(f)) for f in found]

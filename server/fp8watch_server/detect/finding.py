@@ -19,6 +19,7 @@ from fp8watch_server.detect.precedence import (
     EXACT_MODES,
     FACTOR,
     FALL,
+    HABIT,
     IN_EFFECT,
     LEAP,
     LOADED,
@@ -50,8 +51,14 @@ _OF_KIND = {
     "gradients-other": BLIND,
     "no-replicas": BLIND,
     "frozen-written": BLIND,
+    "repeated": BLIND,
+    "copies": BLIND,
+    "labels": BLIND,
+    "composition": BLIND,
 }
 """`extra["kind"]` -> what precedence knows it as."""
+_HABITS = frozenset({"update-times", "update-astray", "weights-rounded"})
+"""`extra["kind"]` of what is information where a training began with it."""
 
 
 @dataclass(frozen=True)
@@ -200,6 +207,8 @@ class Finding:
     @property
     def kind(self) -> str:
         """Its mode, or one of those that only precedence knows: what explains a leap is not what explains a slope."""
+        if self.severity == "info" and self.extra.get("kind") in _HABITS:
+            return HABIT
         if (told := _OF_KIND.get(str(self.extra.get("kind")))) is not None:
             return BLIND if told == ON_THE_WAY and self.severity == "info" else told  # information takes nothing in
         if self.mode == "outlier-growth" and self.extra.get("leap"):

@@ -55,6 +55,9 @@ WEIGHT_FIRST = "weight-first"
 BLIND = "blind"
 """The kind of a `recipe-mismatch` that says what nobody observes, and of what training may do on purpose: it explains nothing."""
 
+HABIT = "by-habit"
+"""The kind of information on what a training has done to its weights since it began: it goes on, and explains nothing."""
+
 ON_THE_WAY = "on-the-way"
 """The kind of what happened to gradients between backward and the optimizer: no operand is wrong, updates are."""
 

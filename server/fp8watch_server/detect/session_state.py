@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from fp8watch_agent.wire import SPLIT_SHIFT
 from fp8watch_server.detect.families import degenerate
 from fp8watch_server.detect.finding import Evidence, Finding
 from fp8watch_server.detect.precedence import NONFINITE_MODES
@@ -39,10 +40,11 @@ class Stream:
     invariant_seen: int = NEVER
     loss_seen: int | None = None  # num_steps of the last loss
     cause_step: int = 0  # the step in which the cause or a consequence was last seen
-    last_seq: int = -1
+    last_seq: int = -1  # of whole batches
     norm_broken: int | None = None  # num_steps of the last whose gradient norm was not finite
     norm_step: int = 0  # its number
     heard: int = 0  # Engine._num_batches when its last batch came
+    attempt: int = 0  # Engine._restarted while it began, or went on
     seen: Seen = field(default_factory=Seen)  # sequence numbers of its batches
 
     @staticmethod
@@ -52,6 +54,8 @@ class Stream:
             fields["seen"] = Seen()
             for seq in fields.pop("seqs"):
                 fields["seen"].add(seq)
+        if fields.get("last_seq", -1) > 0:  # of halves, once
+            fields["last_seq"] &= (1 << SPLIT_SHIFT) - 1
         return fields
 
     def advance(self, step: int) -> bool:

@@ -80,7 +80,7 @@ def target_of(incidents: Sequence[Open], finding: Finding, window_steps: int) ->
             return i
     if finding.mode not in NONFINITE_MODES:
         return same[-1] if same and finding.extra.get("consequence") else None
-    family = [i for i in incidents if i.row["mode"] in SPREADING and near(i)]
+    family = [i for i in incidents if i.row["mode"] in SPREADING and i.row["severity"] != "info" and near(i)]
     for i in family:
         spread = finding.extra.get("weight_born") or finding.extra.get("consequence")
         if spread and finding.step >= i.row["first_step"]:
@@ -116,8 +116,11 @@ def covering(closed: Sequence[Open], finding: Finding, window_steps: int) -> Ope
 def root_of(
     incidents: Sequence[Open], finding: Finding, sites: Mapping[int, SiteFacts], window_steps: int
 ) -> Open | None:
-    """The open incident that explains this finding, which is then muted. A finding from before its cause has none."""
+    """The open incident that explains this finding, which is then muted. A finding from before its cause has none; what breaks is no
+    matter of information."""
     for i in incidents:
+        if i.row["severity"] == "info" and finding.mode in NONFINITE_MODES:
+            continue
         there = explains_there(i.cause, finding.kind) and _at_one_place(i, finding, sites)
         if not (there or explains(i.cause, finding.kind)) or not _related(
             i, finding, sites, i.row["mode"], window_steps
