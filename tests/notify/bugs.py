@@ -107,8 +107,8 @@ STORM = [
     Bug(
         "a rank that comes late joins what is over",
         "fold:fold",
-        "            if late := covering(closed, finding, window_steps):\n",
-        "            if late := covering([], finding, window_steps):\n",
+        "            if late := covering(as_bad, finding, window_steps):",
+        "            if late := covering([], finding, window_steps):",
         f"{I}/test_fold.py::test_a_rank_that_comes_after_the_clean_steps_joins_the_incident_that_is_over",
     ),
     Bug(
@@ -121,8 +121,8 @@ STORM = [
     Bug(
         "an end is told once",
         "auto_resolve:close_quiet",
-        'values(status="resolved", resolved_at=now, updated_at=now))',
-        "values(resolved_at=now, updated_at=now))",
+        'values(status="resolved", resolved_at=now, updated_at=now)',
+        "values(resolved_at=now, updated_at=now)",
         f"{N}/test_promises.py::test_a_storm_is_one_firing_and_one_resolve",
     ),
     Bug(
@@ -339,6 +339,35 @@ SILENCE = [
         "0 <= now - self._began < self._after_s",
         "False",
         f"{N}/test_stalled.py::test_the_collectors_own_absence_is_not_held_against_a_run",
+    ),
+    Bug(
+        "a restart ends no silence",
+        "stale_run:StalledWatch.look",
+        "            return 0\n        with self._engine.connect() as conn:\n            silent = self._silent(conn, now)\n",
+        "            silent = {}\n        with self._engine.connect() as conn:\n"
+        "            silent = {} if now - self._began < self._after_s else self._silent(conn, now)\n",
+        f"{N}/test_stalled.py::test_a_restart_ends_no_silence_and_tells_none_again",
+    ),
+    Bug(
+        "a silence is told once",
+        "stale_run:_ever_told",
+        "return set(",
+        "return set() and set(",
+        f"{N}/test_stalled.py::test_a_silence_that_was_over_is_not_told_twice",
+    ),
+    Bug(
+        "a notice that a channel has holds up no other",
+        "fanout:fan_out",
+        "        except IntegrityError:\n",
+        "        except ZeroDivisionError:\n",
+        f"{N}/test_fanout.py::test_a_notice_that_a_channel_has_already_is_dead_and_holds_up_no_other",
+    ),
+    Bug(
+        "a resolve waits for whoever has its firing",
+        "fanout:fan_out",
+        'if row["kind"] != "firing" and _is_fanned_out_elsewhere(conn, row):',
+        "if False:",
+        f"{N}/test_fanout.py::test_a_resolve_waits_while_somebody_else_sends_its_firing_on_its_ways",
     ),
 ]
 

@@ -98,6 +98,33 @@ def test_the_collectors_own_absence_is_not_held_against_a_run(world: World) -> N
     assert len(world.notices) == 1
 
 
+def test_a_restart_ends_no_silence_and_tells_none_again(world: World) -> None:
+    world.now += 1000
+    world.watch.look()
+    assert [kind for kind, _ in world.notices] == ["firing"]
+    world.watch = StalledWatch(world.db, 90.0, clock=lambda: world.now)
+    for _ in range(10):
+        world.now += 20
+        world.watch.look()
+    assert [kind for kind, _ in world.notices] == ["firing"]
+    world.data_comes()
+    world.watch.look()
+    assert [kind for kind, _ in world.notices] == ["firing", "resolved"]
+
+
+def test_a_silence_that_was_over_is_not_told_twice(world: World) -> None:
+    """A clock that was set back makes a silent run look as if it were not, and later so again."""
+    world.now += 1000
+    world.watch.look()
+    began, world.now = world.now, world.now - 950
+    world.watch._began = 0.0
+    world.watch.look()
+    assert sorted(kind for kind, _ in world.notices) == ["firing", "resolved"]
+    world.now = began + 10
+    world.watch.look()
+    assert sorted(kind for kind, _ in world.notices) == ["firing", "resolved"]
+
+
 def test_a_silence_covers_it(world: World) -> None:
     with writing(world.db) as conn:
         row = {"run_id": "team/*", "id": "s", "mode": STALLED, "created_at": 0.0, "expires_at": 1e9}
