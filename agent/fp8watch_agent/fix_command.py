@@ -15,7 +15,7 @@ from urllib.parse import quote, urlencode, urlsplit
 
 import urllib3
 
-from fp8watch_agent.settings import read_token_file
+from fp8watch_agent.settings import ADDRESS, read_token_file
 
 TARGETS = ("megatron", "te-debug", "torchtitan", "torchao", "fp8watch")
 MAX_BYTES = 4 << 20
@@ -64,6 +64,8 @@ def address(incident: str, collector: str | None, *, secret: bool = False) -> tu
         raise ValueError(
             "no collector: give the address of the incident's page, or --collector URL, or FP8WATCH_COLLECTOR"
         )
+    if urlsplit(collector).scheme not in ("http", "https"):
+        raise ValueError(f"collector={collector!r}: must be an http:// or https:// URL with a host; {ADDRESS}")
     return collector.rstrip("/"), incident
 
 

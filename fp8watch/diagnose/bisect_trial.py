@@ -145,7 +145,7 @@ def judged(result: Any, limit: float | None) -> tuple[bool | None, str]:
         if limit is not None and loss > limit:
             return True, f"loss {i} is {loss:.4g}, above {limit:g}"
     if losses:
-        return False, f"{len(losses)} losses, the last {losses[-1]:.4g}"
+        return False, f"{len(losses)} loss{'es' if len(losses) > 1 else ''}, the last {losses[-1]:.4g}"
     return (False, "the function says so") if flags else (None, "the function returned no losses")
 
 

@@ -10,6 +10,7 @@ Finished trials are kept in a file, so that a bisection that was interrupted goe
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -138,6 +139,10 @@ def bisect(
     name = _name_of(target)
     if isinstance(nproc, bool) or not isinstance(nproc, int) or nproc < 1:
         raise ValueError(f"nproc={nproc!r}: must be a whole number of processes, 1 or more")
+    if limit is not None and math.isnan(limit):
+        raise ValueError("limit=nan: no loss is above it; give a number, or None")
+    if timeout_s is not None and not timeout_s > 0:
+        raise ValueError(f"timeout_s={timeout_s!r}: must be above 0, or None")
     asked: dict[str, Any] = {
         "target": name,
         "checkpoint": None if checkpoint is None else str(checkpoint),

@@ -19,6 +19,7 @@ import urllib3
 from fp8watch.diagnose.impact_tables import columns, number
 from fp8watch.diagnose.verdict import as_plain
 from fp8watch_agent.depth_what_if import FORMATS, SketchCost, sketch_costs
+from fp8watch_agent.settings import ADDRESS
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,8 @@ def stored_what_if(
     url = collector or os.environ.get("FP8WATCH_COLLECTOR")
     if not url:
         raise ValueError("no collector: give --collector http://…:8420, or set FP8WATCH_COLLECTOR")
+    if not url.startswith(("http://", "https://")):
+        raise ValueError(f"collector={url!r}: must be an http:// or https:// URL with a host; {ADDRESS}")
     secret = token or os.environ.get("FP8WATCH_TOKEN")
     headers = {"Authorization": f"Bearer {secret}"} if secret else {}
     base = f"{url.rstrip('/')}/api/v1/runs/{quote(run, safe='')}"

@@ -182,7 +182,7 @@ def test_of_ranks_those_without_losses_leave_the_word_to_the_others(here, monkey
 
     monkeypatch.setattr(bisect_room._Trials, "_process", ranks)
     found = bisect(f"{CASES}sound", nproc=2)
-    assert (found.verdict, found.trials[0].said) == ("not-reproduced", "1 losses, the last 2")
+    assert (found.verdict, found.trials[0].said) == ("not-reproduced", "1 loss, the last 2")
     said[1] = "a word"
     with pytest.raises(TrialError, match="str"):
         bisect(f"{CASES}sound", nproc=2)
@@ -232,6 +232,21 @@ def test_what_cannot_be_written_is_said_before_the_first_trial(here, tmp_path, c
     assert str(tmp_path) in said.err
     assert said.err.count("\n") == 1
     assert "trial" not in said.err.replace(str(tmp_path), "")
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "word"),
+    [
+        ("--limit", "nan", "limit=nan"),
+        ("--timeout", "0", "timeout_s=0.0: must be above 0"),
+        ("--timeout", "nan", "above 0"),
+    ],
+)
+def test_a_number_that_cannot_be_meant_is_refused(capsys, option, value, word):
+    assert command.main(["bisect", f"{CASES}sound", option, value]) == 2
+    said = capsys.readouterr().err
+    assert word in said
+    assert said.count("\n") == 1
 
 
 def test_an_error_of_files_ends_with_two_and_is_traced_where_asked(here, tmp_path, monkeypatch, capsys):

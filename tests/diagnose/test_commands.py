@@ -106,6 +106,8 @@ def test_calibrate_writes_a_file_that_is_a_recipe(subject: str, capsys: Any, tmp
         (["diagnose", "what-if", "{}:build", "--run", "r"], "give MODULE:FUNCTION"),
         (["diagnose", "what-if", "--run", "r"], "no collector"),
         (["diagnose", "what-if", "--run", "r", "--collector", "http://127.0.0.1:9"], "was not reached"),
+        (["diagnose", "what-if", "--run", "r", "--collector", "nonsense"], "must be an http:// or https:// URL"),
+        (["fix", "abc", "--for", "torchao", "--collector", "nonsense"], "must be an http:// or https:// URL"),
         (["diagnose", "what-if", "{}:build", "--history", "9"], "gave 8 batches"),
         (["diagnose", "loss-impact", "{}:build", "--svg", "none/a.svg"], "--svg none/a.svg: there is no folder none"),
         (["calibrate", "{}:build", "-o", "r.txt"], "must end in .toml"),
