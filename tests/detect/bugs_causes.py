@@ -57,7 +57,7 @@ CAUSES = [
     Bug(
         "what broke later does not lose what jumped before",
         "statistics:Statistics.observe",
-        "            return self._told([f for d in self._detectors for f in d.cut_off(now, self.limit)], window)\n",
+        "            return self._told([f for d in self._detectors for f in d.cut_off(now, self.limit)], window, sites)\n",
         "            return []\n",
         f"{FIRST}::test_bad_batches_before_an_inf_are_an_incident_of_their_own",
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from fp8watch_server.detect.modes.bad_batch.words import words as batch_words
 from fp8watch_server.detect.modes.recipe_mismatch.detector import mismatch
 from fp8watch_server.detect.precedence import LOADED, LOSS_FALL, explains
 from fp8watch_server.detect.sessions import Change
+from fp8watch_server.detect.statistics import without_consequences
 from fp8watch_server.incidents.explain import explain
 
 AT, STEPS = 120, 180
@@ -193,3 +195,58 @@ def test_a_loss_that_jumps_where_parameters_begin_to_train_says_so(share: float)
     words = explain(incident.named, t.facts)
     assert (f"parameters that began to train at step {AT - 1}" in words.title) == (share > 0.5)
     assert ("one batch was unlike" in words.cause) == (share < 0.5)
+
+
+# ---- a place is not the model
+
+HERE, THERE = "layers.0.mlp.gate_proj", "layers.2.mlp.down_proj"
+
+
+def noisy(t: Trace, module: str, at: int) -> None:
+    t.set_sqnr(t.mask(module, "input"), np.where(np.arange(t.num_steps) >= at, 18.0, 31.0))
+
+
+def gets_no_tokens(t: Trace, module: str) -> None:
+    c, mask = t.columns, t.mask(module, "input") | t.mask(module, "grad_output")
+    for name in ("amax_max", "num_nonzero", "num_underflow", "num_zero_tiles", "num_tiles", "num_elements"):
+        c[name][AT - 60 :, mask] = 0
+    c["amax_min_nonzero"][AT - 60 :, mask] = np.inf
+
+
+@pytest.mark.parametrize(("module", "more"), [(THERE, {"chronic-quantization-noise"}), (HERE, set())])
+def test_an_expert_without_tokens_takes_in_what_is_wrong_in_its_module_and_nowhere_else(
+    module: str, more: set[str]
+) -> None:
+    t = healthy(3, STEPS)
+    gets_no_tokens(t, HERE)
+    if module == THERE:
+        noisy(t, module, AT)
+    assert {i.mode for i in told(t)} == {"dead-layer"} | more
+
+
+@pytest.mark.parametrize(
+    ("module", "modes"), [(THERE, ["frozen-scale", "chronic-quantization-noise"]), (HERE, ["frozen-scale"])]
+)
+def test_a_scale_that_is_wrong_takes_in_the_noise_of_its_module_alone(module: str, modes: list[str]) -> None:
+    t = healthy(3, STEPS, recipe="delayed")
+    one = t.mask(HERE, "input")
+    for name in ("scale_ratio_max", "scale_ratio_min"):
+        t.columns[name][AT - 20 :, one] = 3.0
+    noisy(t, module, AT)
+    assert [i.mode for i in told(t)] == modes
+
+
+def test_of_one_step_a_cause_takes_in_what_is_in_its_own_module() -> None:
+    t = healthy(3, STEPS)
+    clip, noise = (
+        Finding(
+            mode, "warning", AT, 0, None, None, None, (), "fp8", 0,
+            {"sites": [int(t.sites[t.one(module, "input")].id)], "num_sites": 1},
+        )
+        for mode, module in (("delayed-clip", HERE), ("chronic-quantization-noise", THERE))
+    )  # fmt: skip
+    assert without_consequences([clip, noise], sites=t.facts) == [clip, noise]
+    there = replace(noise, extra=clip.extra)
+    assert without_consequences([clip, there], sites=t.facts) == [clip]
+    many = replace(clip, extra={**clip.extra, "num_sites": 300})  # of which some are not named
+    assert without_consequences([many, noise], sites=t.facts) == [many]

@@ -67,7 +67,7 @@ class _Judged:
     view: StepView
     clean: bool
     poisoned: bool
-    roots: tuple[str, ...]
+    roots: tuple[Finding, ...]
 
     @property
     def step(self) -> int:
@@ -326,7 +326,7 @@ class DetectionEngine:
         if in_order and not poisoned and len(view):
             stream.zero_tiles.learn(view)
         found = [f for f in merge(found) if f.mode not in self.thresholds.disabled]
-        judged = _Judged(view, stream.quantiser_is_sound, poisoned, tuple(f.mode for f in found))
+        judged = _Judged(view, stream.quantiser_is_sound, poisoned, tuple(found))
         apart = (self._apart(f) if f.extra.get("sampled") else stream.stride for f in found)
         return judged, [self._with_context(f, view, (stream,), each) for f, each in zip(found, apart, strict=True)]
 
@@ -342,7 +342,7 @@ class DetectionEngine:
         found = self._agreement.observe(now)
         resumed = self._scales.observe(now, self.thresholds.resume_scale_octaves)
         found += [resumed] if resumed is not None else []
-        roots = [mode for j in group for mode in j.roots] + [f.mode for f in found if f.severity != "info"]
+        roots = [f for j in group for f in j.roots] + [f for f in found if f.severity != "info"]
         found += self._statistics.observe(
             now,
             roots,

@@ -10,7 +10,8 @@ cause is known that would explain what is seen.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
+from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
@@ -18,11 +19,20 @@ import numpy.typing as npt
 from fp8watch_server.detect.baseline import WINDOW_STEPS as BASELINE_STEPS
 from fp8watch_server.detect.context import Baselines, Context, went_back_from
 from fp8watch_server.detect.cross_rank_step import CrossRankStep
-from fp8watch_server.detect.finding import Finding
+from fp8watch_server.detect.finding import Finding, SiteFacts
 from fp8watch_server.detect.limits import Limits
 from fp8watch_server.detect.lr_schedule import Schedule
 from fp8watch_server.detect.modes import DETECTORS
-from fp8watch_server.detect.precedence import EXACT_MODES, SAYS_MORE, SETTLING, WINDOW_STEPS, asked_at, explains
+from fp8watch_server.detect.precedence import (
+    EXACT_MODES,
+    GLOBAL_ROOTS,
+    SAME_PARENT,
+    SAYS_MORE,
+    SETTLING,
+    WINDOW_STEPS,
+    asked_at,
+    explains,
+)
 from fp8watch_server.detect.step_view import Mask
 
 RESUME_WITHIN = 0.1
@@ -48,7 +58,8 @@ class Statistics:
         self._schedule = Schedule(limit.warmup_steps, limit.after_lr_warmup_steps)
         self._detectors = [kind.make(num_sites, limit) for kind in DETECTORS]
         self.last_step: int | None = None
-        self._roots: dict[str, tuple[int, int]] = {}  # kind -> (num_steps when found last, earliest step of its onset)
+        self._roots: dict[tuple[str, str], tuple[int, int]] = {}
+        """Kind and module, "" for anywhere -> num_steps when it was found last, earliest step of its onset."""
 
     def grow(self, num_sites: int) -> None:
         """More sites were registered."""
@@ -63,6 +74,7 @@ class Statistics:
         for name in ("_loss", "_divergence"):  # states of before held these two detectors twice
             self.__dict__.pop(name, None)
         self.__dict__.setdefault("last_step", None)
+        self._roots = {key if isinstance(key, tuple) else (key, ""): of for key, of in self._roots.items()}
         kept = {type(detector): detector for detector in self._detectors}
         num_sites = self._base.amax.num_series
         for kind, detector in kept.items():
@@ -96,27 +108,27 @@ class Statistics:
             baseline.forget(which)
 
     def observe(
-        self, now: CrossRankStep, roots: Sequence[str], *, clean: bool, poisoned: bool, stride: int = 1
+        self, now: CrossRankStep, roots: Sequence[Finding], *, clean: bool, poisoned: bool, stride: int = 1
     ) -> list[Finding]:
         """Judge one step, then learn from it.
 
         Args:
             now: the step.
-            roots: modes that were found in it already, by the invariants.
+            roots: what was found in it already, by the invariants.
             stride: steps between observed steps.
             clean: no broken quantiser is known that would explain growth.
             poisoned: values are non-finite, or just were: nothing of the step says anything.
         """
         self.num_steps += 1
         self.last_step = now.step
-        window = WINDOW_STEPS * stride
-        for mode in roots:
-            self._note_root(mode, now.step - (0 if mode in EXACT_MODES else window))
+        window, sites = WINDOW_STEPS * stride, now.table.sites
+        for f in roots:
+            self._note_root(f.mode, f, now.step - (0 if f.mode in EXACT_MODES else window), sites)
         base = self._base
         if poisoned:
             base.recent_amax.forget()
             base.steps = []
-            return self._told([f for d in self._detectors for f in d.cut_off(now, self.limit)], window)
+            return self._told([f for d in self._detectors for f in d.cut_off(now, self.limit)], window, sites)
         ordinary_lr = not any(d.holds_lr for d in self._detectors)
         self._schedule.observe(now.step, now.scalar("lr"), learn=clean and ordinary_lr)
         sampled = self._is_sampled(now)
@@ -131,36 +143,43 @@ class Statistics:
                 mode not in self.limit.disabled for mode in detector.modes
             ):
                 found += detector.observe(ctx)
-        found = self._told(found, window)
+        found = self._told(found, window, sites)
         self._learn(ctx, sampled=sampled)
         return found
 
-    def _told(self, found: Sequence[Finding], window: int) -> list[Finding]:
+    def _told(self, found: Sequence[Finding], window: int, sites: Mapping[int, SiteFacts]) -> list[Finding]:
         """Those of the findings of a step that are said: causes, of modes that are asked for."""
-        found = [f for f in found if f.mode not in self.limit.disabled and not self._is_muted(f, window)]
-        found = without_consequences(found, window)
+        oldest = self.num_steps - LONG_MUTED_STEPS
+        self._roots = {key: of for key, of in self._roots.items() if of[0] >= oldest or key[0] in SAYS_MORE}
+        found = [f for f in found if f.mode not in self.limit.disabled and not self._is_muted(f, window, sites)]
+        found = without_consequences(found, window, sites)
         for f in found:
-            self._note_root(f.kind, f.earliest(window))
+            self._note_root(f.kind, f, f.earliest(window), sites)
         return found
 
-    def _note_root(self, kind: str, earliest: int) -> None:
-        seen, began = self._roots.get(kind, (-math.inf, earliest))
-        lasts = self.num_steps - seen <= LONG_MUTED_STEPS
-        self._roots[kind] = self.num_steps, min(began, earliest) if lasts else earliest
+    def _note_root(self, kind: str, found: Finding, earliest: int, sites: Mapping[int, SiteFacts]) -> None:
+        anywhere = found.mode in GLOBAL_ROOTS
+        for module in (not anywhere and _modules(found, sites)) or {""}:
+            seen, began = self._roots.get((kind, module), (-math.inf, earliest))
+            lasts = self.num_steps - seen <= LONG_MUTED_STEPS
+            self._roots[kind, module] = self.num_steps, min(began, earliest) if lasts else earliest
 
     def _is_sampled(self, now: CrossRankStep) -> bool:
         """Whether most sites were measured. Between samples only what is broken is sent, and tells nothing of the rest."""
         known = int(np.count_nonzero(self._base.recent_amax.count > 0))
         return int(np.count_nonzero(~np.isnan(now.log2_amax))) * 2 >= max(known, 1)
 
-    def _is_muted(self, found: Finding, window: int) -> bool:
+    def _is_muted(self, found: Finding, window: int, sites: Mapping[int, SiteFacts]) -> bool:
         if (held := found.extra.get("held")) is not None:
-            said = [of for root, of in self._roots.items() if root in SAYS_MORE]
+            said = [of for (root, _), of in self._roots.items() if root in SAYS_MORE]
             return any(self.num_steps - seen <= held and began + window >= found.onset for seen, began in said)
-        for root, (seen, began) in self._roots.items():
+        mine = _modules(found, sites)
+        for (root, module), (seen, began) in self._roots.items():
             lasts = LONG_MUTED_STEPS if root in SETTLING else MUTED_STEPS
             follows = began <= found.latest(window)
-            if root != found.kind and follows and self.num_steps - seen <= lasts and explains(root, found.kind):
+            if root == found.kind or not follows or self.num_steps - seen > lasts or not explains(root, found.kind):
+                continue
+            if _reaches(root, {module} - {""}, mine):
                 return True
         return False
 
@@ -199,18 +218,37 @@ def complete(read: object, fresh: object) -> None:
         read.__dict__.setdefault(name, value)
 
 
-def without_consequences(found: Iterable[Finding], window: int = WINDOW_STEPS) -> list[Finding]:
-    """Findings of one step that no other of them explains."""
+def _modules(found: Finding, sites: Mapping[int, SiteFacts]) -> frozenset[str]:
+    """Modules that it hit; none where it is of the whole step, or not all of its sites are named."""
+    ids = found.extra.get("sites", ())
+    if int(found.extra.get("num_sites", 0)) > len(ids):
+        return frozenset()
+    return frozenset(sites[i].module for i in ids if i in sites)
+
+
+def _reaches(root: str, theirs: Set[str], mine: Set[str]) -> bool:
+    """Whether a cause in some modules shows in others; without any, it is of the whole step."""
+    if root in SAME_PARENT:
+        theirs, mine = ({m.rpartition(".")[0] for m in modules} for modules in (theirs, mine))
+    return not theirs or not mine or bool(theirs & mine)
+
+
+def without_consequences(
+    found: Iterable[Finding], window: int = WINDOW_STEPS, sites: Mapping[int, SiteFacts] = MappingProxyType({})
+) -> list[Finding]:
+    """Findings of one step that no other of them explains, at its place."""
     found = list(found)
+    modules = [_modules(f, sites) for f in found]
     return [
         f
-        for f in found
+        for f, mine in zip(found, modules, strict=True)
         if not any(
             root is not f
             and explains(root.kind, f.kind)
+            and (root.mode in GLOBAL_ROOTS or _reaches(root.kind, theirs, mine))
             and root.earliest(window) <= f.latest(window)
             and not _first(f, root)
-            for root in found
+            for root, theirs in zip(found, modules, strict=True)
         )
     ]
 
