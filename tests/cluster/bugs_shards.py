@@ -243,8 +243,8 @@ SHARDS = [
     Bug(
         "detectors pass over a run that is being moved",
         "detect_worker:DetectWorker._take",
-        "if not is_fenced(e):",
-        "if True:",
+        "if is_fenced(e):",
+        "if False:",
         f"{M}::test_a_move_that_fails_leaves_the_run_where_it_is",
     ),
     Bug(
