@@ -41,7 +41,7 @@ from fp8watch.layers.custom_ops import (
 from fp8watch.layers.double_backward import apply_packed, once_only, packed_by
 from fp8watch.layers.impact_rows import take_impact
 from fp8watch.layers.local_part import is_dtensor
-from fp8watch.layers.moved_linear import DEVICE_KEY, as_before, is_moved, note_unseen
+from fp8watch.layers.moved_linear import DEVICE_KEY, REPLICATED_KEY, as_before, is_moved, note_unseen, without_site
 from fp8watch.layers.observe_linear import observe, observe_forward, rests
 from fp8watch.layers.parameter_trail import linear_in_fp8, num_modes
 from fp8watch.layers.saved_operands import dequantize_kept, quantize_for_backward
@@ -59,7 +59,7 @@ SCALED_KEY = "_fp8watch_scaled"
 GEMMS_KEY = "_fp8watch_gemms"
 COMPUTES_KEY = "_fp8watch_computes"
 NUMBER_KEY = "_fp8watch_number"
-KEYS = (SITE_KEY, NUMBER_KEY, OBSERVE_KEY, LAYOUT_KEY, SCALED_KEY, GEMMS_KEY, COMPUTES_KEY, DEVICE_KEY)
+KEYS = (SITE_KEY, NUMBER_KEY, OBSERVE_KEY, LAYOUT_KEY, SCALED_KEY, GEMMS_KEY, COMPUTES_KEY, DEVICE_KEY, REPLICATED_KEY)
 
 Three = tuple[bool, bool, bool]
 
@@ -329,6 +329,9 @@ class WatchedLinear(nn.Linear):
         if not torch.compiler.is_compiling() and rests(self.__dict__[NUMBER_KEY], y):
             return y
         return observed(self, input, y, site)
+
+    def _replicate_for_data_parallel(self) -> Any:
+        return without_site(self, super()._replicate_for_data_parallel(), KEYS)  # type: ignore[no-untyped-call]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copies and pickles are of the plain class: a file loads without fp8watch, a copy writes into no slab."""

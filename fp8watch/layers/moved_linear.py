@@ -8,6 +8,9 @@ before, and is not looked at: that it ran is noted, so that steps end, and that 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -18,6 +21,9 @@ from fp8watch.layers.observe_linear import note_rest
 
 DEVICE_KEY = "_fp8watch_device"
 """Of a module that attach took over: the device that its backend and its rows are made for, with its index."""
+
+REPLICATED_KEY = "_fp8watch_replicated"
+"""Of one that `nn.DataParallel` has made replicas of."""
 
 
 def is_moved(module: nn.Module) -> bool:
@@ -38,3 +44,13 @@ def note_unseen(y: Tensor, number: int) -> None:
     """Note that something ran which cannot be looked at, so that steps end. `number` is what its site stands for."""
     if not torch.compiler.is_compiling() and (plan := plan_of(number)) is not None:
         note_rest(plan, number, y, local_part(y))
+
+
+def without_site(module: nn.Module, replica: Any, keys: Iterable[str]) -> Any:
+    """A replica that `nn.DataParallel` made of a module: replicas run in threads, on devices of their own, and each is the
+    module as it was before attach. That there are any is noted. `keys`: what attach left in the module."""
+    if DEVICE_KEY in module.__dict__:
+        module.__dict__[REPLICATED_KEY] = True
+    for key in keys:
+        replica.__dict__.pop(key, None)
+    return replica

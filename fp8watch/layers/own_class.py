@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8watch.layers.fp8_linear import COMPUTES_KEY, GEMMS_KEY, KEYS, SITE_KEY
-from fp8watch.layers.moved_linear import DEVICE_KEY, is_moved
+from fp8watch.layers.moved_linear import DEVICE_KEY, is_moved, without_site
 from fp8watch.layers.own_gemms import GemmMode
 from fp8watch.layers.own_turns import HeadSite, OwnGemms
 from fp8watch.layers.wrapped_forward import lead_to_class, replaces_forward
@@ -81,9 +81,12 @@ def watched_class(base: type[nn.Module]) -> type[nn.Module]:
             state = {k: v for k, v in state.items() if k not in KEYS}
         return copyreg._reconstructor, (base, object, None), state  # type: ignore[attr-defined]
 
+    def replicate(self: Any) -> Any:
+        return without_site(self, base._replicate_for_data_parallel(self), KEYS)  # type: ignore[no-untyped-call]
+
     namespace = {
         "_fp8watch_base": base, "__module__": base.__module__, "__qualname__": base.__qualname__,
-        "__doc__": base.__doc__, "forward": forward, "__reduce_ex__": reduce,
+        "__doc__": base.__doc__, "forward": forward, "__reduce_ex__": reduce, "_replicate_for_data_parallel": replicate,
     }  # fmt: skip
     make: Any = type(base)
     made: type[nn.Module] = make(base.__name__, (base,), namespace)

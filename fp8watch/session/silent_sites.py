@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fp8watch.layers.fp8_linear import SITE_KEY
 from fp8watch.layers.local_part import is_dtensor
-from fp8watch.layers.moved_linear import DEVICE_KEY, is_moved
+from fp8watch.layers.moved_linear import DEVICE_KEY, REPLICATED_KEY, is_moved
 from fp8watch.selection.flop_coverage import MUCH, percent
 from fp8watch.selection.own_parameters import LEARNED_ARRAYS
 from fp8watch.selection.wrappers import named_modules
@@ -45,6 +45,9 @@ ARRAY = "an array that enters as activations do, no GEMM weight"
 ARRAY_BY_NAME = "no product with it was seen, no GEMM by its name"
 MOVED = "on {now} now, and on {then} when attach was called: nothing of it is observed, and nothing in FP8; attach behind .to(device)"
 SHARDED = "spread over ranks by tensor parallelism since attach was called: nothing of it is observed, and nothing in FP8; attach behind parallelize_module"
+REPLICATED = (
+    "run by nn.DataParallel: replicas are not observed, and nothing in them is in FP8; use DistributedDataParallel"
+)
 READ_ELSEWHERE = "never called as a module: its weight is read elsewhere"
 HOLDS = "though its parameters hold a gradient"
 
@@ -180,9 +183,12 @@ class Silence:
                 found[fqn] = why if gemms.called else NOT_SEEN
         modules = dict(named_modules(self._attachment.model)) if silent else {}
         for fqn in silent:
-            if (module := modules.get(fqn)) is None:
+            module = modules.get(fqn.removesuffix(f".{own[fqn][1]}") if fqn in own else fqn)
+            if module is None:
                 continue
-            if is_moved(module):
+            if REPLICATED_KEY in module.__dict__:
+                found[fqn] = REPLICATED
+            elif is_moved(module):
                 found[fqn] = MOVED.format(now=next(module.parameters()).device, then=module.__dict__[DEVICE_KEY])
             elif fqn not in found and SITE_KEY in module.__dict__ and is_dtensor(getattr(module, "weight", None)):
                 found[fqn] = SHARDED

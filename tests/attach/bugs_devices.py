@@ -8,6 +8,7 @@ _T = "tests/attach/test_devices.py::"
 _MOVED = f"{_T}test_a_model_that_is_moved_behind_attach_trains_as_before_and_says_that_it_is_blind"
 _PLACE = f"{_T}test_a_default_device_of_the_users_changes_nothing"
 _ELSEWHERE = f"{_T}test_operands_elsewhere_are_not_looked_at"
+_REPLICAS = "tests/attach/test_replicas.py::test_replicas_run_as_without_us"
 
 BUGS = [
     Bug("a Linear that is moved computes as before", "fp8_linear:WatchedLinear.forward",
@@ -31,6 +32,9 @@ BUGS = [
         f"{_T}test_each_gpu_is_a_device_of_its_own"),
     Bug("what was measured elsewhere is not merged", "observation_plan:ObservationPlan.record",
         "if not self.elsewhere(stats.amax):", "if True:", f"{_T}test_what_was_measured_elsewhere_is_not_merged"),
+    Bug("replicas have no site", "moved_linear:without_site", "replica.__dict__.pop(key, None)", "pass", f"{_REPLICAS}_and_are_told_as_not_observed[blockwise]"),
+    Bug("that there are replicas is said", "silent_sites:Silence._reasons", "REPLICATED_KEY in module.__dict__", "False",
+        f"{_REPLICAS}_and_are_told_as_not_observed"),
     Bug("rows of the reference have a place of their own", "row_fold:sections",
         "dtype=torch.int32, device=stats.amax.device", "dtype=torch.int32", f"{_PLACE}[reference-blockwise]"),
     Bug("numbers of an optimizer's steps have a place of their own", "update_turns:_times",
