@@ -21,7 +21,7 @@ BUGS = [
     Bug("experts that are moved compute as before", "own_class:watched_class",
         "if computes and is_moved(self):", "if False:", f"{_MOVED}[blockwise]"),
     Bug("that it was moved is said", "silent_sites:Silence._reasons", "if is_moved(module):", "if False:", _MOVED),
-    Bug("a mark of where it was goes with detach", "layers.fp8_linear", "COMPUTES_KEY, DEVICE_KEY)", "COMPUTES_KEY)", _MOVED),
+    Bug("a mark of where it was goes with detach", "layers.fp8_linear", "COMPUTES_KEY, DEVICE_KEY, REPLICATED_KEY)", "COMPUTES_KEY, REPLICATED_KEY)", _MOVED),
     Bug("an operand elsewhere is not looked at", "observation_plan:ObservationPlan.observe",
         "if observing and self.elsewhere(x_MK):", "if False:", _ELSEWHERE),
     Bug("a probe elsewhere is not looked at", "observation_plan:ObservationPlan.note_probe",

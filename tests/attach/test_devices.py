@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from attach.linears_and_experts import Model
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -21,33 +22,6 @@ OPS = (
     "note_loss", "forward_ended", "quantize_dequantize", "quantize_codes", "look_at_output", "look_at_probe",
     "quantize_for_backward", "dequantize_kept", "observe",
 )  # fmt: skip
-
-
-class Experts(nn.Module):
-    """As transformers' experts: one weight of all, multiplied expert by expert."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Parameter(torch.randn(4, 64, 64) * 0.1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.bmm(x.view(4, -1, 64), self.up).view(-1, 64)
-
-
-class Model(nn.Module):
-    """Two Linears and experts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.norm, self.experts, self.last = (
-            nn.Linear(64, 64),
-            nn.LayerNorm(64),
-            Experts(),
-            nn.Linear(64, 64),
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(self.experts(self.norm(self.first(x)))).square().mean()
 
 
 def trained(model: nn.Module, steps: int = 4) -> list[float]:

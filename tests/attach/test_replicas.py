@@ -8,7 +8,7 @@ from collections import OrderedDict
 
 import pytest
 import torch
-from attach.test_devices import Model
+from attach.linears_and_experts import Model
 from torch import nn
 
 from fp8watch.layers.moved_linear import DEVICE_KEY, REPLICATED_KEY
