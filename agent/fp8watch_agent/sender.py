@@ -108,8 +108,8 @@ class Sender:
     def _send_end(self) -> None:
         """Send an empty batch whose health marks the session as ended, so that it is not taken for stalled."""
         with self.lock:
-            if self.in_hand is not None or (self._next_seq == 0 and self._announced < 0):
-                return  # the parcel in hand carries the mark, or nobody has heard of this session
+            if self.abandoned or self.in_hand is not None or (self._next_seq == 0 and self._announced < 0):
+                return  # who took over closes the spool, the parcel in hand carries the mark, or nobody has heard of this session
             health = {**self._health(), ENDED: 1.0}
             parcel = end_parcel(self._registration.session, self._new_seq(), time.time(), health)
         if self.can_send() and self.uploader is not None:
@@ -118,7 +118,8 @@ class Sender:
                 return
             self._fail(receipt.verdict, receipt.answer)
         with self.lock:
-            self._keep(parcel)
+            if not self.abandoned:
+                self._keep(parcel)
 
     def tick(self) -> None:
         """One poll: everything that is due leaves the ring."""

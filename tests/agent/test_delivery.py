@@ -509,6 +509,29 @@ def test_an_end_that_is_not_taken_is_spooled(
     assert farewell.header.health["ended"] == 1.0
 
 
+def test_an_end_that_is_not_taken_in_time_is_left_to_whoever_has_taken_over(
+    collector: Collector, settings: AgentSettings, session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder = Recorder(replace(settings, collector=collector.url), session)
+    record(recorder, [0])
+    assert recorder.flush(10)
+    sender = recorder._sender
+    assert sender is not None
+    assert sender.uploader is not None
+    send, kept = sender.uploader.send, []
+
+    def late(*args: Any) -> Any:
+        receipt = send(*args)
+        sender.abandoned = True  # `close` waited no longer
+        return receipt
+
+    monkeypatch.setattr(sender.uploader, "send", late)
+    monkeypatch.setattr(sender, "_keep", kept.append)
+    collector.always = Reply(503, {"Retry-After": "60"})
+    recorder.close(10)
+    assert kept == []
+
+
 def test_a_session_that_is_registered_and_never_sent_a_step_says_its_end_too(
     collector: Collector, settings: AgentSettings, session: Session
 ) -> None:

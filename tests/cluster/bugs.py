@@ -57,6 +57,13 @@ BUGS = [
         "worker.loop:_is_refusal",
         "isinstance(outcome, OF_THE_VALUES) and",
         "isinstance(outcome, DBAPIError) and",
+        f"{Q}::test_a_batch_is_put_aside_for_its_values_alone",
+    ),
+    Bug(
+        "a server that takes no changes is left",
+        "dialect:_takes_no_changes",
+        "context.is_disconnect = True",
+        "pass",
         f"{Q}::test_while_the_database_takes_no_changes_nothing_is_put_aside",
     ),
     Bug(

@@ -14,6 +14,9 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from sqlalchemy.exc import DataError, IntegrityError, InternalError, OperationalError, ProgrammingError
+
+from fp8watch_server.worker.loop import _is_refusal
 
 pytest.importorskip("nats", reason="pip install 'fp8watch[nats]'")
 
@@ -181,6 +184,13 @@ def test_while_the_database_is_away_batches_are_accepted_and_wait(
         eventually(lambda: len(arrivals(engine)) == 6, 15, lambda: worker.counts)
     assert [seq for _, _, seq in arrivals(engine)] == [1, 2, 3, 4, 5, 6]
     engine.dispose()
+
+
+def test_a_batch_is_put_aside_for_its_values_alone() -> None:
+    """A right that was taken away, a table that is not there yet: the next batch would be answered as this one."""
+    errors = (DataError, IntegrityError, ProgrammingError, InternalError, OperationalError)
+    refused = {kind for kind in errors if _is_refusal(kind("INSERT", {}, Exception()))}
+    assert refused == {DataError, IntegrityError}
 
 
 def test_while_the_database_takes_no_changes_nothing_is_put_aside(

@@ -261,7 +261,14 @@ def _postgresql(url: URL) -> Engine:
         dbapi_connection.adapters.register_dumper(PgArray, _Dumper)
 
     sa.event.listen(engine, "connect", adapt)
+    sa.event.listen(engine, "handle_error", _takes_no_changes)
     return engine
+
+
+def _takes_no_changes(context: sa.ExceptionContext) -> None:
+    """A server that takes no changes is as good as away: another connection may reach one that does, as behind a failover."""
+    if getattr(context.original_exception, "sqlstate", None) == _READ_ONLY_TRANSACTION:
+        context.is_disconnect = True
 
 
 def _sqlite_connect(dbapi_connection: Any, record: Any) -> None:
@@ -290,6 +297,8 @@ def for_writing(engine: Engine) -> Engine:
 OF_THE_VALUES = (DataError, IntegrityError)
 """What a database refuses because of what is to be written. Anything else is about the database: it is away, read-only, or lacks
 a right or a table."""
+
+_READ_ONLY_TRANSACTION = "25006"
 
 _LOCKS: weakref.WeakKeyDictionary[Any, FairLock] = weakref.WeakKeyDictionary()
 _LOCKS_LOCK = threading.Lock()

@@ -149,9 +149,6 @@ class Worker:
                     await self._queue.close()  # another node may have a quorum
                 except SQLAlchemyError as e:
                     self._say(str(e).splitlines()[0], again=time.monotonic() - began > CALM_S)
-                    await asyncio.to_thread(
-                        self._engine.dispose
-                    )  # another connection may reach a server that takes changes
                 except Exception:
                     log.exception("the worker failed; it begins again")
                 await self._let_go()
