@@ -9,6 +9,8 @@ BREAKS = f"{HABITS}::test_what_breaks_in_it_opens_a_critical_incident_with_its_n
 ORDER = "tests/detect/test_order.py"
 KEPT = "tests/detect/test_kept_apart.py"
 DATA = "tests/detect/test_batches.py"
+LEAPS = "tests/detect/test_names_of_real_trainings.py::test_an_embedding_that_leaps_is_named_and_fp8_is_not[15.0-True] "
+LEAPS += "tests/detect/test_names_of_real_trainings.py::test_an_embedding_that_leaps_is_named_and_fp8_is_not[4.0-True]"
 GROWS = f"{DATA}::test_an_input_that_grows_is_no_matter_of_batches_that_come_again_or_labels_that_are_shifted"
 OTHERWISE = f"{ORDER}::test_training_that_goes_back_behind_a_batch_that_was_sent_otherwise_begins_anew"
 
@@ -69,6 +71,13 @@ OF_APART = [
         "if True:",
         f"{KEPT}::test_an_expert_without_tokens_takes_in_what_is_wrong_in_its_module_and_nowhere_else "
         f"{KEPT}::test_a_scale_that_is_wrong_takes_in_the_noise_of_its_module_alone",
+    ),
+    Bug(
+        "what leaped shows in what is behind it",
+        "detect.precedence",
+        "SHOWS_BEHIND = frozenset({LEAP, WEIGHT_LEAP, WEIGHT_FIRST})",
+        "SHOWS_BEHIND: frozenset[str] = frozenset()",
+        LEAPS,
     ),
     Bug(
         "of one step a cause takes in what is at its place",

@@ -80,6 +80,9 @@ GLOBAL_ROOTS = SPREADING | {
 }  # fmt: skip
 """Causes whose consequences show anywhere; of the others, in the same module."""
 
+SHOWS_BEHIND = frozenset({LEAP, WEIGHT_LEAP, WEIGHT_FIRST})
+"""Kinds of findings that are of one module, and change what all behind it are given: what leaped by octaves."""
+
 SAME_PARENT = frozenset({"attention-logit-growth"})
 """Causes whose consequences show in modules under one parent."""
 

@@ -29,6 +29,7 @@ from fp8watch_server.detect.precedence import (
     SAME_PARENT,
     SAYS_MORE,
     SETTLING,
+    SHOWS_BEHIND,
     WINDOW_STEPS,
     asked_at,
     explains,
@@ -158,7 +159,7 @@ class Statistics:
         return found
 
     def _note_root(self, kind: str, found: Finding, earliest: int, sites: Mapping[int, SiteFacts]) -> None:
-        anywhere = found.mode in GLOBAL_ROOTS
+        anywhere = found.mode in GLOBAL_ROOTS or kind in SHOWS_BEHIND
         for module in (not anywhere and _modules(found, sites)) or {""}:
             seen, began = self._roots.get((kind, module), (-math.inf, earliest))
             lasts = self.num_steps - seen <= LONG_MUTED_STEPS
@@ -245,7 +246,7 @@ def without_consequences(
         if not any(
             root is not f
             and explains(root.kind, f.kind)
-            and (root.mode in GLOBAL_ROOTS or _reaches(root.kind, theirs, mine))
+            and (root.mode in GLOBAL_ROOTS or root.kind in SHOWS_BEHIND or _reaches(root.kind, theirs, mine))
             and root.earliest(window) <= f.latest(window)
             and not _first(f, root)
             for root, theirs in zip(found, modules, strict=True)
