@@ -52,6 +52,8 @@ def remove_plan(plan: ObservationPlan) -> None:
     with _lock:
         _plans.pop(plan.handle, None)
         _shown.pop(plan.handle, None)
+    for turn in list(plan.turns.values()):
+        turn.close()
 
 
 @contextmanager

@@ -68,8 +68,11 @@ class ForeignLinear(WatchedLinear):
 
 @lru_cache
 def _first_name(forward: Callable[..., Any]) -> str | None:
-    """How a module's own forward calls what it is given first."""
-    first = list(inspect.signature(forward).parameters.values())[1:2]
+    """How a module's own forward calls what it is given first; None where it does not say, as one that is no Python."""
+    try:
+        first = list(inspect.signature(forward).parameters.values())[1:2]
+    except (TypeError, ValueError):
+        return None
     return first[0].name if first and first[0].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD else None
 
 

@@ -61,7 +61,7 @@ class Turn:
 
     def saw_gradient(self, gradient: Tensor | None) -> None:
         """The gradient of the output: the module's own backward runs next."""
-        if gradient is not None and self._task == -1 and not is_virtual(gradient):
+        if gradient is not None and self._task == -1 and not self.closed and not is_virtual(gradient):
             self.gradient, self._task = rows_by_columns(gradient.detach()), graph_task()
             _running.turn = self
             if self._impact is not None:

@@ -137,12 +137,19 @@ def test_a_look_at_gradients_that_fails_costs_no_step(attach, monkeypatch):
     assert set(watch.summary()["internal_errors"]) == {"gradients"}
 
 
-def test_a_number_that_cannot_be_read_costs_no_step(attach):
+def test_numbers_of_a_device_that_cannot_be_put_together_cost_no_step(attach, monkeypatch):
     model = made()
     watch = attach(model, recipe="observe", overhead_budget=None)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    model(torch.ones(16, 64)).backward()
-    watch.log(loss=1.5, nothing=torch.empty(0), odd=torch.empty(2, device="meta"))
-    optimizer.step()
-    assert watch.summary()["num_steps"] == 1
-    assert watch._recorder.losses() == [pytest.approx(1.5)]
+
+    def fails(_):
+        raise RuntimeError("tensors are on two devices")
+
+    split = step_flush.StepFlush._split
+    monkeypatch.setattr(step_flush, "side_by_side", fails)
+    monkeypatch.setattr(
+        step_flush.StepFlush, "_split", lambda self, values: (split(self, values)[0], {"there": torch.ones(())})
+    )
+    losses = train(model)
+    assert watch.summary()["num_steps"] == 4
+    assert watch._recorder.losses() == pytest.approx(losses)
+    assert set(watch.summary()["internal_errors"]) == {"values"}

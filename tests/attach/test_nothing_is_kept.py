@@ -71,6 +71,34 @@ def test_what_a_turn_holds_is_gone_with_the_step(attach, backward):
     assert all(ref.expired() for ref in held)
 
 
+def test_a_gradient_that_comes_in_a_later_step_is_of_no_turn(attach, monkeypatch):
+    """As a loss that is kept over an optimizer step: what the turn held is gone by then."""
+    model = nn.Sequential(nn.Linear(64, 64), Model(ScriptFloat8Linear(64, 32)))
+    watch = attach(model, recipe="observe", overhead_budget=None)
+    monkeypatch.setattr(watch._plan.canary, "is_turn", lambda row: True)  # in that step, too
+    monkeypatch.setattr(watch._plan.canary, "takes", lambda row, what: True)
+    assert watch._plan.turns == {}
+    kept = model(torch.randn(16, 64))
+    assert watch._plan.turns
+    watch.step()
+    kept.backward()
+    watch.step()
+    assert watch._plan.turns == {}
+    assert not watch.summary()["internal_errors"]
+
+
+def test_what_a_turn_holds_is_gone_with_the_watch(attach):
+    model = Model(ScriptFloat8Linear(64, 32))
+    watch = attach(model, recipe="observe", overhead_budget=None)
+    x = torch.randn(16, 64)
+    held = StorageWeakRef(x.untyped_storage())
+    model(x).detach()
+    del x
+    assert not held.expired()
+    watch.detach()
+    assert held.expired()
+
+
 class Broken(torch.optim.SGD):
     def step(self, closure=None):
         raise torch.cuda.OutOfMemoryError

@@ -20,8 +20,7 @@ def delete_run(
     unresolved = (t.c.run_id == run_id, t.c.tenant == tenant, t.c.status != "resolved")
     rows = conn.execute(sa.select(t).where(*unresolved).order_by(t.c.id).with_for_update()).mappings().all()
     over = {"status": "resolved", "resolved_at": now, "updated_at": now}
-    for (
-        row
-    ) in rows:  # they stay as they are until they are gone: the end of a critical one would send what it holds back
+    # they stay as they are until they are gone: the end of a critical one would send what it holds back
+    for row in rows:
         write_resolved(conn, {**row, **over}, now, public_url)
     return conn.execute(sa.delete(schema.run).where(r.run_id == run_id, r.tenant == tenant)).rowcount > 0
