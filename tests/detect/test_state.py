@@ -8,6 +8,7 @@ import zstandard
 from detect.play import play
 from detect.scenarios import BY_NAME, Case
 
+from fp8watch_server.detect import state
 from fp8watch_server.detect.engine import DetectionEngine
 from fp8watch_server.detect.state import VERSION, StateError
 
@@ -60,6 +61,13 @@ def test_a_batch_that_was_judged_before_the_restart_is_not_judged_again() -> Non
 def test_what_is_no_state_is_refused(body: bytes) -> None:
     with pytest.raises(StateError):
         DetectionEngine.load(body, {})
+
+
+def test_equal_states_are_equal_bytes_in_whatever_order_their_sets_were_filled() -> None:
+    """8 and 16 share 0's place in a set's table: what came first is first."""
+    one, other = set([0, 8, 16]), set([16, 8, 0])  # noqa: C405 - literals that are equal are one constant
+    assert list(one) != list(other)
+    assert state.dump({"told": one, "of": frozenset(one)}) == state.dump({"told": other, "of": frozenset(other)})
 
 
 def test_a_state_stays_small() -> None:

@@ -110,7 +110,8 @@ def _pack(value: Any) -> Any:
     if isinstance(value, list):
         return [_pack(v) for v in value]
     if isinstance(value, tuple | set | frozenset):
-        return {"!": type(value).__name__, "v": [_pack(v) for v in value]}
+        members = value if isinstance(value, tuple) else sorted(value, key=repr)  # one state, one sequence of bytes
+        return {"!": type(value).__name__, "v": [_pack(v) for v in members]}
     if isinstance(value, dict):
         return {"!": type(value).__name__, "v": [[_pack(k), _pack(v)] for k, v in value.items()]}
     name = type(value).__name__
