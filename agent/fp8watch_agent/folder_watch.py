@@ -1,4 +1,5 @@
-"""Watch over the spool folder: ring file and spool are made anew where somebody has deleted them, and it is said.
+"""Watch over the spool folder: ring file and spool are made anew where somebody has deleted them or they cannot be written,
+and it is said.
 
 Thread:     sender
 """
@@ -33,16 +34,18 @@ class FolderWatch:
             return
         self._look_at = now + LOOK_EVERY_S
         folder = "" if self._ring.path is None else str(self._ring.path.parent)
+        rest = "until it can be, a SIGKILL loses the last steps"
+        if (error := self._ring.failed) is not None:
+            self._warn("ring", f"the ring in the spool folder {folder} cannot be written ({error}); {rest}")
         try:
             gone = self._ring.renew()
             if self._spool is not None:
                 gone = self._spool.look_after() or gone
         except OSError as e:
             self._look_at = now + TRY_AGAIN_S
-            rest = "until it can be, a SIGKILL loses the last steps"
-            self._warn(
-                "folder", f"files of the spool folder {folder} were deleted and cannot be made anew ({e}); {rest}"
-            )
+            if error is None:
+                why = f"files of the spool folder {folder} were deleted and cannot be made anew ({e})"
+                self._warn("folder", f"{why}; {rest}")
             return
         if gone:
             rest = "they were made anew; what only they held is counted as dropped (spool_damaged)"

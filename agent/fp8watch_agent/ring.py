@@ -26,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 import zstandard
 
+from fp8watch_agent.file_system import maps_well
 from fp8watch_agent.record import ROW, STEP, Site
 from fp8watch_agent.ring_file import (
     BODY_OFFSET,
@@ -33,6 +34,7 @@ from fp8watch_agent.ring_file import (
     FRAME,
     FRAME_CRC_BYTES,
     FRAME_MAGIC,
+    NO_BOOT,
     SEAL,
     SITES_BLOCK,
     SLOT,
@@ -50,13 +52,13 @@ from fp8watch_agent.ring_file import (
     frame_bytes,
     head_bytes,
     parse_frame,
+    read_boot_id,
 )
-from fp8watch_agent.ring_memory import RingMemory
+from fp8watch_agent.ring_memory import PIECE_BYTES, RingMemory
 from fp8watch_agent.session import Session, encode_registration
 
 RING_SUFFIX = ".ring"
 _MASK = (1 << 64) - 1
-_PIECE_BYTES = 1 << 20  # copied without letting go of the interpreter's lock
 
 
 class _Slot(NamedTuple):
@@ -83,14 +85,19 @@ class Ring:
         self._data, self._size, self._max_frames = layout.data, layout.data_bytes, layout.num_seals
         self.session = session
         self.path = None if directory is None else directory / f"{session.session}{RING_SUFFIX}"
-        head = head_bytes(layout, session)
-        self._memory = RingMemory(self.path, total_bytes)
+        mapped = directory is None or maps_well(directory)
+        head = head_bytes(layout, session, read_boot_id() if mapped else NO_BOOT)
+        self._memory = RingMemory(self.path, total_bytes, mapped=mapped)
         self._fresh: RingMemory | None = None  # takes the place of one whose file was deleted, at the next step
         self._map = self._memory.map
         self._map[: len(head)] = head
         self._durable = 0
         for word in (WORD_DURABLE, WORD_DURABLE_FRAME, WORD_NEXT_SEQ, WORD_PUSHED_FRAMES, WORD_PUSHED_RECORDS):
             self._put_word(word, 0)
+        self._memory.write(0, layout.sites)
+        if (failed := self._memory.failed) is not None:
+            self._memory.discard()
+            raise failed
         self._memory.publish()
         self._frames: deque[_Slot] = deque()
         self._limit = 0  # write position of the producer, set before it writes
@@ -98,7 +105,7 @@ class Ring:
         self._next_number = 0
         self._sealed_to = 0
         self._declined: Frame | None = None  # claimed by the consumer, and kept for its next batch
-        self._sites_at = layout.sites
+        self._sites_at = self._sites_written = layout.sites
         # written by the producer
         self.pushed_records = 0
         self.pushed_frames = 0
@@ -175,14 +182,15 @@ class Ring:
 
     @staticmethod
     def _copy(source: mmap.mmap, fresh: RingMemory, begin: int, end: int) -> None:
-        for at in range(begin, end, _PIECE_BYTES):
-            piece = slice(at, min(at + _PIECE_BYTES, end))
+        for at in range(begin, end, PIECE_BYTES):
+            piece = slice(at, min(at + PIECE_BYTES, end))
             fresh.map[piece] = source[piece]
 
     # --- consumer: the sender thread
 
     def renew(self) -> bool:
-        """Make the file anew where somebody has deleted it; the producer goes over to it at its next step.
+        """Make the file anew where somebody has deleted it, or it could not be written; the producer goes over to it at its
+        next step.
 
         Returns:
             Whether it had been deleted.
@@ -190,9 +198,15 @@ class Ring:
         Raises:
             OSError: it cannot be made; the ring stays in memory.
         """
-        if self.path is None or self._fresh is not None or not self._memory.vanished:
+        if self.path is None or self._fresh is not None:
+            return False
+        vanished = self._memory.vanished
+        if not vanished and self._memory.failed is None:
             return False
         self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not self._memory.mapped:
+            self._memory.anew()
+            return vanished
         fresh = RingMemory(self.path, self.layout.total_bytes)
         self._copy(self._map, fresh, 0, self.layout.total_bytes)  # what a process that ends without another step leaves
         fresh.publish()
@@ -224,6 +238,8 @@ class Ring:
             return None
         whole = False
         try:
+            if not self._memory.mapped and slot.number >= self._sealed_to:
+                self._seal(slot)  # from now on this is all that knows of it
             at = self._data + slot.position % self._size
             raw = self._map[at : at + slot.length]
             if self._limit - self._size > slot.position:
@@ -238,18 +254,27 @@ class Ring:
                 self.torn_records += slot.num_records
 
     def seal(self) -> None:
-        """Write a CRC for each new frame, off the training thread; only sealed frames survive a reboot."""
+        """Write a CRC for each new frame, off the training thread; only sealed frames survive a reboot. Where the file is not
+        mapped they are written to it, and may not be: see `failed`."""
         self._note_pushed()
         for slot in list(self._frames):
-            if slot.number < self._sealed_to:
-                continue
-            at = self._data + slot.position % self._size
-            crc = zlib.crc32(self._memory.bytes[at + BODY_OFFSET : at + slot.length].data)  # without the GIL
-            if self._limit - self._size <= slot.position:
-                check = zlib.crc32(SEAL.pack(slot.number, crc, 0)[:12])
-                place = self.layout.seals + (slot.number % self.layout.num_seals) * SEAL.size
-                SEAL.pack_into(self._map, place, slot.number, crc, check)
-            self._sealed_to = slot.number + 1
+            if slot.number >= self._sealed_to:
+                self._seal(slot)
+        sites_to = self._sites_at
+        if sites_to > self._sites_written:
+            self._memory.write(self._sites_written, sites_to)
+            self._sites_written = sites_to
+
+    def _seal(self, slot: _Slot) -> None:
+        at = self._data + slot.position % self._size
+        crc = zlib.crc32(self._memory.bytes[at + BODY_OFFSET : at + slot.length].data)  # without the GIL
+        if self._limit - self._size <= slot.position:
+            check = zlib.crc32(SEAL.pack(slot.number, crc, 0)[:12])
+            place = self.layout.seals + (slot.number % self.layout.num_seals) * SEAL.size
+            SEAL.pack_into(self._map, place, slot.number, crc, check)
+            self._memory.write(at, at + slot.length)
+            self._memory.write(place, place + SEAL.size)
+        self._sealed_to = slot.number + 1
 
     def _note_pushed(self) -> None:
         """Store how much there was, so that recovery knows what a damaged file lacks."""
@@ -275,6 +300,7 @@ class Ring:
         SLOT.pack_into(self._map, at, 0, 0, 0, 0, 0, 0, 0)
         self._map[at + SLOT.size : at + SLOT.size + len(body)] = body
         self._map[at : at + SLOT.size] = head + COMMIT.pack(crc)
+        self._memory.write(at, at + SLOT.size + len(body))
         self._put_word(WORD_NEXT_SEQ, seq + 1)
         return True
 
@@ -287,6 +313,11 @@ class Ring:
     def note_next_seq(self, seq: int) -> None:
         """Store the next free sequence number, for recovery after a SIGKILL."""
         self._put_word(WORD_NEXT_SEQ, seq)
+
+    @property
+    def failed(self) -> OSError | None:
+        """Why the file lacks what was pushed since, until `renew` has made another."""
+        return self._memory.failed
 
     # --- any thread
 
@@ -342,3 +373,4 @@ class Ring:
         for into in (self._map,) if fresh is None else (self._map, fresh.map):
             WORD.pack_into(into, at, value, value ^ _MASK)
             WORD.pack_into(into, at + WORD.size, value, value ^ _MASK)
+        self._memory.write(at, at + 2 * WORD.size)

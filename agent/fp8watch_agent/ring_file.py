@@ -10,13 +10,13 @@ Thread:     any; only data and pure functions, but for `create_file`
     data           frames, addressed by a position that only grows; offset = position mod size
 
 A frame is whole when its header's CRC and its commit word are right: the commit word is written last, and the page
-cache outlives a SIGKILL. It does not outlive the machine: after a reboot only sealed frames are believed.
+cache outlives a SIGKILL. It does not outlive the machine: after a reboot only sealed frames are believed. So it is of a
+file that is written behind its memory (fp8watch_agent.ring_memory).
 """
 
 from __future__ import annotations
 
 import fcntl
-import mmap
 import os
 import struct
 import zlib
@@ -52,6 +52,9 @@ SITES_SHARE = 16  # of the file, for facts of sites: one part in so many
 NEW_SUFFIX = ".new"  # until the file is locked and whole
 
 WORD_DURABLE, WORD_DURABLE_FRAME, WORD_NEXT_SEQ, WORD_PUSHED_FRAMES, WORD_PUSHED_RECORDS = range(5)
+
+NO_BOOT = "none"
+"""In place of a boot id: of a file that is written behind its memory, and may end in the middle of a frame."""
 
 BROKEN = (
     "num_nan", "num_inf", "num_sentinel_tiles", "num_off_scale_tiles", "num_nonfinite_outputs", *QUANTISER_FAULTS,
@@ -203,8 +206,11 @@ def read_boot_id() -> str:
         return ""
 
 
-def head_bytes(layout: Layout, session: Session) -> bytes:
+def head_bytes(layout: Layout, session: Session, boot_id: str) -> bytes:
     """The static head and the session, as `read_head` reads them.
+
+    Args:
+        boot_id: in which frames without a seal are believed, too; `NO_BOOT` for none.
 
     Raises:
         ValueError: the session is too large for the head.
@@ -219,14 +225,14 @@ def head_bytes(layout: Layout, session: Session) -> bytes:
         layout.slot_bytes,
         layout.num_seals,
         len(session_raw),
-        read_boot_id().encode("ascii"),
+        boot_id.encode("ascii"),
     )
     crc = zlib.crc32(session_raw, zlib.crc32(HEAD.pack(*parts, 0)[:-4]))
     return HEAD.pack(*parts, crc).ljust(SESSION_OFFSET, b"\0") + session_raw
 
 
-def create_file(path: Path, total_bytes: int) -> tuple[int, mmap.mmap]:
-    """A new file, locked by this process and with all of its room taken, and its memory.
+def create_file(path: Path, total_bytes: int) -> int:
+    """A new file, locked by this process and with all of its room taken.
 
     Raises:
         OSError: it exists, or the disk is full: an error here, not a SIGBUS in a step.
@@ -235,7 +241,7 @@ def create_file(path: Path, total_bytes: int) -> tuple[int, mmap.mmap]:
     try:
         fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.posix_fallocate(fd, 0, total_bytes)
-        return fd, mmap.mmap(fd, total_bytes)
+        return fd
     except OSError:
         os.close(fd)
         path.unlink(missing_ok=True)

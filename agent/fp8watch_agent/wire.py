@@ -51,6 +51,12 @@ SPLIT_SHIFT = 48
 """Bits of `seq`; above them each half of a batch that was too large has its path in the tree of halves."""
 
 
+def parent_seq(seq: int) -> int:
+    """`seq` of the whole batch that one with this `seq` is a half of, or is under another key; its own where it is
+    neither. What was sent later has the greater one."""
+    return seq & ((1 << SPLIT_SHIFT) - 1) if seq > 0 else seq
+
+
 class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
     """Header of a batch. Unknown keys of newer agents are ignored; these are required."""
 
@@ -73,8 +79,7 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
 
     @property
     def parent_seq(self) -> int:
-        """`seq` of the whole batch that this is a half of, or is under another key; its own where it is neither."""
-        return self.seq & ((1 << SPLIT_SHIFT) - 1) if self.seq > 0 else self.seq
+        return parent_seq(self.seq)
 
 
 class _Body(msgspec.Struct):

@@ -122,4 +122,32 @@ RUNS = [
         "        if settings.pg is None:\n",
         "tests/collector/test_serve.py::test_it_starts_a_postgresql_of_its_own",
     ),
+    Bug(
+        "records behind halves are newer than theirs",
+        "hot_batches:parts_of",
+        "parent_seq(row.seq)",
+        "row.seq",
+        "tests/store/test_halves.py::test_of_steps_that_came_again_behind_halves_the_later_ones_count",
+    ),
+    Bug(
+        "the loss behind halves is newer than theirs",
+        "store.commit:_scalars",
+        '"seq": h.parent_seq',
+        '"seq": h.seq',
+        "tests/store/test_halves.py::test_of_steps_that_came_again_behind_halves_the_later_ones_count",
+    ),
+    Bug(
+        "what is logged behind halves is newer than theirs",
+        "store.commit:_logs",
+        '"seq": h.parent_seq',
+        '"seq": h.seq',
+        "tests/store/test_halves.py::test_of_steps_that_came_again_behind_halves_the_later_ones_count",
+    ),
+    Bug(
+        "a session's health goes on behind halves",
+        "store.commit:_commit_run",
+        "health = (h.parent_seq, h.health) if h.health and h.parent_seq > before[0]",
+        "health = (h.seq, h.health) if h.health and h.seq > before[0]",
+        "tests/store/test_halves.py::test_of_steps_that_came_again_behind_halves_the_later_ones_count",
+    ),
 ]

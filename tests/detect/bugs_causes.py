@@ -181,6 +181,13 @@ CAUSES = [
         f"{REJUDGED}::test_consequences_do_not_move_a_beginning_to_any_past",
     ),
     Bug(
+        "values that break behind a warning make it a page",
+        "fold:_mute",
+        '            root.row["severity"] = finding.severity\n',
+        "",
+        "tests/incidents/test_roots.py::test_values_that_break_behind_a_warning_make_it_a_page_and_its_cause_says_so",
+    ),
+    Bug(
         "one long gap is no rhythm",
         "sample_gaps:SampleGaps.of",
         "np.where(two[:, 0] > 0, two[:, 0], two[:, 1])",

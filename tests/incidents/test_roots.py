@@ -35,6 +35,23 @@ def test_a_cause_that_shows_anywhere_mutes_anywhere(store: Store) -> None:
     assert modes(store) == ["optimizer-divergence"]
 
 
+def test_values_that_break_behind_a_warning_make_it_a_page_and_its_cause_says_so(store: Store) -> None:
+    """An LR that grew is a warning; a loss of NaN behind it is the end of the run, and somebody is to be woken."""
+    put(store, finding(store, "optimizer-divergence", 10))
+    put(store, finding(store, "outlier-growth", 11, OTHER, severity="critical"))
+    [before] = store.incidents
+    assert before["severity"] == "warning"
+    for step in (12, 13):
+        put(store, finding(store, "nan-in-activation", step, OTHER, severity="critical"))
+    [incident] = store.incidents
+    assert (incident["mode"], incident["severity"]) == ("optimizer-divergence", "critical")
+    assert incident["cause"].startswith(before["cause"])
+    assert incident["cause"].count("Behind it: NaN") == 1
+    assert store.messages == ["firing", "firing"]
+    [told] = [row["payload"] for row in store.rows(schema.outbox) if "is critical now" in str(row["payload"])]
+    assert "Behind it: NaN" in str(told)
+
+
 def test_a_cause_that_is_found_later_takes_its_consequence_over(store: Store) -> None:
     put(store, finding(store, "delayed-clip", 10))
     put(store, finding(store, "frozen-scale", 13))

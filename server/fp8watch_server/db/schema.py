@@ -246,7 +246,7 @@ scalar = sa.Table(
     sa.Column("attempt", sa.Integer, primary_key=True, autoincrement=False),
     sa.Column("rank", sa.Integer, primary_key=True, autoincrement=False),
     sa.Column("step", sa.BigInteger, primary_key=True, autoincrement=False),
-    sa.Column("seq", sa.BigInteger, nullable=False),  # of its batch: of a step sent twice the later one stays
+    sa.Column("seq", sa.BigInteger, nullable=False),  # of its whole batch: of a step sent twice the later one stays
     sa.Column("status", sa.SmallInteger, nullable=False),  # record.StepStatus
     sa.Column("time", sa.Double),  # by the clock of the training process
     sa.Column("batch_id", sa.Text),

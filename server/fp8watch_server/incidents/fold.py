@@ -80,7 +80,7 @@ def fold(
         target = target_of(incidents, finding, window_steps)
         if target is None:
             if root := root_of(incidents, finding, sites, window_steps):
-                _mute(root, finding)
+                _mute(root, finding, sites)
                 continue
             if taken := explained_by(incidents, finding, sites, window_steps):
                 _absorb(taken, finding, sites, window_steps, takes_over=True)
@@ -260,13 +260,16 @@ def _root(incident: Open, finding: Finding, window_steps: int) -> dict[str, Any]
     }
 
 
-def _mute(root: Open, finding: Finding) -> None:
-    """Count a consequence in its open root incident, named once, without a message."""
+def _mute(root: Open, finding: Finding, sites: Mapping[int, SiteFacts]) -> None:
+    """Count a consequence in its open root incident, named once; without a message, but where values broke behind a warning."""
     root.row["num_events"] += 1
     first = root.row["first_step"]  # an unseen cause may be older, but not older than it can have begun
     root.row["first_step"] = min(first, max(finding.onset, first if root.earliest is None else root.earliest))
     if finding.mode in NONFINITE_MODES:  # values that it broke stay broken: it is not over while they are
         root.row["last_step"] = max(root.row["last_step"], finding.step)
+        if _grew_worse(root.row["severity"], finding.severity):
+            root.row["severity"] = finding.severity
+            root.row["cause"] += f" Behind it: {explain(finding, sites).title}."
     if finding.mode not in root.muted:
         root.muted |= {finding.mode}
         root.events.append(("updated", finding.step, {"muted": finding.mode, "sites": _sites_of(finding)[:16]}))

@@ -264,7 +264,7 @@ def _commit_run(
         if step_max is not None and (last[1] is None or (session.attempt, step_max) > last):
             last = (session.attempt, step_max)
         before = newest.get(h.session, (-1, {}, False))
-        health = (h.seq, h.health) if h.health and h.seq > before[0] else before[:2]
+        health = (h.parent_seq, h.health) if h.health and h.parent_seq > before[0] else before[:2]
         newest[h.session] = (*health, before[2] or bool(h.health.get("ended")))
         outcomes[i] = Committed(h.seq, True, captures)
     if not batches:
@@ -325,7 +325,7 @@ def _scalars(batch: Batch, attempt: int, tenant: str) -> list[dict[str, Any]]:
         )
     ):
         row: dict[str, Any] = {"run_id": h.run, "tenant": tenant, "attempt": attempt, "rank": h.rank, "step": step}
-        row |= {"seq": h.seq, "status": status, "time": time if math.isfinite(time) else None}
+        row |= {"seq": h.parent_seq, "status": status, "time": time if math.isfinite(time) else None}
         row["batch_id"] = h.batch_ids[i] if h.batch_ids else None
         for name, bit in STEP_SCALARS.items():
             values, kinds = named[name]
@@ -354,7 +354,7 @@ def _logs(batch: Batch, attempt: int, tenant: str) -> list[dict[str, Any]]:
         given = np.array([math.nan if v is None else v for v in values], dtype=np.float64)
         for step, value, number, kind in zip(steps, values, given.tolist(), classify(given).tolist(), strict=True):
             row: dict[str, Any] = {"run_id": h.run, "tenant": tenant, "name": name}
-            row |= {"attempt": attempt, "rank": h.rank, "step": step, "seq": h.seq}
+            row |= {"attempt": attempt, "rank": h.rank, "step": step, "seq": h.parent_seq}
             row["value"] = number if value is not None and kind == 0 else None
             row["value_class"] = None if value is None else kind
             rows.append(row)

@@ -22,7 +22,7 @@ import numpy.typing as npt
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
-from fp8watch_agent.wire import Batch, WireError, decode_batch
+from fp8watch_agent.wire import Batch, WireError, decode_batch, parent_seq
 from fp8watch_server.db import schema as t
 from fp8watch_server.store.light_rounding import round_light
 from fp8watch_server.store.records import Parts, filled, kept
@@ -224,7 +224,7 @@ def parts_of(
         columns[name] = filled(name, n) if sent is None else kept(name, sent[index])
     if rounded:
         round_light(columns, batch.sent, index)
-    rank, attempt, seq = (np.full(n, key, dtype=np.int64) for key in (row.rank, row.attempt, row.seq))
+    rank, attempt, seq = (np.full(n, key, dtype=np.int64) for key in (row.rank, row.attempt, parent_seq(row.seq)))
     return Parts(batch.site[index], batch.step[index], rank, attempt, seq, columns)
 
 
