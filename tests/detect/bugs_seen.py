@@ -8,6 +8,7 @@ SEEN = "tests/detect/test_seen_to_be_wrong.py"
 SCALARS = "tests/detect/test_scalar_shift.py"
 ROTATED = "tests/detect/test_rotated.py"
 EXPERTS = "tests/detect/test_experts.py"
+TURNS = "tests/detect/test_turns.py"
 FOUR_BITS = "tests/detect/test_four_bits.py"
 
 SEEN_TO_BE_WRONG = [
@@ -346,5 +347,47 @@ SEEN_TO_BE_WRONG = [
         "        band[now.table.four_bit] = limit.chronic_sqnr_e2m1_db\n",
         "",
         f"{FOUR_BITS}::test_what_four_bits_lose_at_their_best_is_not_told",
+    ),
+    Bug(
+        "a round of turns is one sample",
+        "turns:Turns.sample",
+        "        if (took_long or all_came) and",
+        "        if False and",
+        f"{TURNS}::test_a_round_is_one_sample_which_ends_as_soon_as_nearly_all_have_come",
+    ),
+    Bug(
+        "a round ends when nearly all have come",
+        "turns:Turns.sample",
+        "if (took_long or all_came) and",
+        "if all_came or",
+        f"{TURNS}::test_a_round_is_one_sample_which_ends_as_soon_as_nearly_all_have_come",
+    ),
+    Bug(
+        "what came before values broke is of no round",
+        "turns:Turns.forget",
+        "        self._steps = []\n",
+        "        pass\n",
+        f"{TURNS}::test_after_values_broke_a_round_begins_anew",
+    ),
+    Bug(
+        "of a rank the newest record of a site counts",
+        "cross_rank_step:CrossRankStep._older",
+        "            new = ~mine[view.row]\n",
+        "            new = np.ones(len(view), dtype=np.bool_)\n",
+        f"{TURNS}::test_of_a_rank_the_newest_record_of_a_site_counts_and_of_each_rank_one",
+    ),
+    Bug(
+        "evidence has the step that it was measured in",
+        "cross_rank_step:CrossRankStep.finding",
+        "        if self.earlier and named is not None:",
+        "        if False:",
+        f"{TURNS}::test_a_round_is_one_sample_which_ends_as_soon_as_nearly_all_have_come",
+    ),
+    Bug(
+        "detectors are given the round",
+        "statistics:Statistics.observe",
+        "of_sample if whole else of_step",
+        "of_step",
+        f"{TURNS}::test_a_fault_is_found_in_a_few_rounds_and_under_its_name",
     ),
 ]

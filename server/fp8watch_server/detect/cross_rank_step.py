@@ -10,7 +10,8 @@ one scatter a column.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -33,10 +34,17 @@ class Experts(NamedTuple):
 
 
 class CrossRankStep:
-    """The columns of one step."""
+    """The columns of one step; of a round of steps the newest records of each site.
 
-    def __init__(self, views: Sequence[StepView], table: SiteTable) -> None:
-        self.views, self.table = list(views), table
+    Args:
+        views: of the step, one a rank.
+        earlier: steps before it, in order, in which other sites had their turn: their records count where a rank has no newer
+            one of a site. Scalars, logs and experts are those of the step.
+    """
+
+    def __init__(self, views: Sequence[StepView], table: SiteTable, earlier: Sequence[CrossRankStep] = ()) -> None:
+        self.views, self.table, self.earlier = list(views), table, list(earlier)
+        self.sources = [*self.views, *self._older()] if earlier else self.views
         self.step = views[0].step
         self.ranks = tuple(sorted({v.rank for v in views}))
         self._columns: dict[str, Floats] = {}
@@ -44,6 +52,21 @@ class CrossRankStep:
 
     def __len__(self) -> int:
         return len(self.table)
+
+    def _older(self) -> Iterator[StepView]:
+        """Records of the earlier steps that their rank has no newer ones of."""
+        have: dict[int, Mask] = {}
+        steps = [step.views for step in reversed(self.earlier)]
+        for i, view in enumerate(view for views in [self.views, *steps] for view in views):
+            mine = have.setdefault(view.rank, np.zeros(len(self), dtype=np.bool_))
+            new = ~mine[view.row]
+            mine[view.row] = True
+            if i >= len(self.views) and new.any():
+                yield view.only(new)
+
+    def measured_at(self, row: int) -> int:
+        """The step that the newest record of a site is of."""
+        return next((view.step for view in self.sources if np.any(view.row == row)), self.step)
 
     def column(self, name: str) -> Floats:
         """A scalar field over all ranks; NaN where it was not measured. [S]"""
@@ -66,7 +89,7 @@ class CrossRankStep:
         values = self._of_all(name)
         known = self._measured(field.group) if only is None else self._measured(field.group) & only
         got = np.full(len(self), np.nan)
-        if len(self.views) == 1:
+        if len(self.sources) == 1:
             got[row] = np.where(known, values, np.nan)
             return got
         known = known & ~np.isnan(values)  # not in place: other fields of the group ask for that mask
@@ -81,12 +104,12 @@ class CrossRankStep:
 
     def _of_all(self, name: str) -> Floats:
         """A field of all records of all ranks. [N]"""
-        return np.concatenate([view.columns.raw(name)[view.part] for view in self.views]).astype(np.float64)
+        return np.concatenate([view.columns.raw(name)[view.part] for view in self.sources]).astype(np.float64)
 
     def first_ranks(self) -> npt.NDArray[np.int64]:
         """The lowest rank with a record of each site; -1 where none has one. [S]"""
         _, row, place = self._records
-        ranks = np.array([view.rank for view in self.views], dtype=np.int64)[place]
+        ranks = np.array([view.rank for view in self.sources], dtype=np.int64)[place]
         order = np.argsort(-ranks, kind="stable")
         first = np.full(len(self), -1, dtype=np.int64)
         first[row[order]] = ranks[order]
@@ -102,7 +125,7 @@ class CrossRankStep:
         _, row, place = self._records
         values = self._of_all(name)
         values[~self._measured(FIELD_BY_NAME[name].group)] = np.nan
-        mine = np.array([view.rank for view in self.views], dtype=np.int64)[place] == rank[row]
+        mine = np.array([view.rank for view in self.sources], dtype=np.int64)[place] == rank[row]
         got = np.full(len(self), np.nan)
         got[row[mine]] = values[mine]
         return got
@@ -113,7 +136,7 @@ class CrossRankStep:
         values = self._of_all(name)
         known = self._measured(FIELD_BY_NAME[name].group) & ~np.isnan(values)
         values, row, place = values[known], row[known], place[known]
-        numbers = (np.array([view.rank for view in self.views], dtype=np.uint64) + np.uint64(1)) * _SPREADING
+        numbers = (np.array([view.rank for view in self.sources], dtype=np.uint64) + np.uint64(1)) * _SPREADING
         which, least = np.zeros(len(self), dtype=np.uint64), np.full(len(self), math.inf)
         np.add.at(which, row, (numbers ^ (numbers >> np.uint64(29)))[place])  # a sum that other ranks hardly have
         np.minimum.at(least, row, values)
@@ -124,9 +147,9 @@ class CrossRankStep:
     @cached_property
     def _records(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Of all records of all ranks: groups that were measured, row of the table, place of the rank in `views`. [N]"""
-        measured = np.concatenate([view.raw("measured") for view in self.views])
-        row = np.concatenate([view.row for view in self.views])
-        return measured, row, np.repeat(np.arange(len(self.views)), [len(view) for view in self.views])
+        measured = np.concatenate([view.raw("measured") for view in self.sources])
+        row = np.concatenate([view.row for view in self.sources])
+        return measured, row, np.repeat(np.arange(len(self.sources)), [len(view) for view in self.sources])
 
     def _measured(self, group: Measured) -> Mask:
         got = self._groups.get(group)
@@ -189,7 +212,7 @@ class CrossRankStep:
     def nonfinite(self) -> Mask:
         """Sites that saw a NaN or an Inf on some rank. [S]"""
         mask = np.zeros(len(self), dtype=np.bool_)
-        for view in self.views:
+        for view in self.sources:
             nonfinite = view.nonfinite
             if nonfinite.any():
                 mask[view.row[nonfinite]] = True
@@ -270,7 +293,7 @@ class CrossRankStep:
         field = FIELD_BY_NAME[name]
         found, place = np.zeros((len(rows), field.size)), np.full(len(self), -1)
         place[rows] = np.arange(len(rows))
-        for view in self.views:
+        for view in self.sources:
             of = place[view.row]
             asked = (of >= 0) & view.has(field.group) & view.has(Measured.ENERGIES)
             np.add.at(found, of[asked], view.raw(name)[asked])
@@ -286,7 +309,7 @@ class CrossRankStep:
     def rank_of(self, row: int, field: str = "amax_max") -> int:
         """The rank whose value of a field is the one of the roll-up."""
         best, rank = -math.inf, self.ranks[0]
-        for view in self.views:
+        for view in self.sources:
             at = np.flatnonzero(view.row == row)
             value = float(view.values(field)[at[0]]) if len(at) else math.nan
             if FIELD_BY_NAME[field].merge == "min":
@@ -297,7 +320,7 @@ class CrossRankStep:
 
     def tile(self, name: str, row: int, rank: int) -> tuple[int, int] | None:
         """A tile coordinate of a site on a rank."""
-        for view in self.views:
+        for view in self.sources:
             if view.rank == rank and len(at := np.flatnonzero(view.row == row)):
                 return view.tile(name, int(at[0]))
         return None
@@ -340,6 +363,9 @@ class CrossRankStep:
             at = self.tile("worst_tile", named, where)
         if tile == "worst_tile" and named is not None and facts is not None and facts.operand == "input":
             extra.setdefault("channel", self.channel(named, where))
+        if self.earlier and named is not None:  # evidence has the step that it was measured in
+            at_step = self.measured_at(named)
+            evidence = [replace(e, since_step=at_step) if e.since_step == self.step else e for e in evidence]
         ids = [int(i) for i in self.table.ids[rows[:256]]] if len(rows) else []
         roles = list(dict.fromkeys(self.table.facts[int(r)].operand for r in rows[:256]))
         return Finding(

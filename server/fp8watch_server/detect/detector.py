@@ -24,6 +24,8 @@ class Detector(ABC):
     """What it can find."""
     between_samples: ClassVar[bool] = False
     """Whether it is also asked in steps without a full sample."""
+    whole_samples: ClassVar[bool] = False
+    """Whether such a one is given a round of turns as a whole where one ends; it may then see a record for the second time."""
     parts: ClassVar[tuple[type, ...]] = ()
     """Classes of its own that its attributes are made of."""
 

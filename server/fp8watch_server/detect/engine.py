@@ -54,8 +54,7 @@ _STATE = (
 )
 _LATER = {"_samples"}
 """Parts that a state of an earlier version does not hold: they begin anew."""
-LIGHT = "amax_max"
-"""A field that each observed step has."""
+LIGHT = "amax_max"  # a field that each observed step has
 REMEMBERED_GAPS = 20
 _MAX_NOTICES = 1000
 
@@ -338,31 +337,33 @@ class DetectionEngine:
     def _roll_up(self, group: list[_Judged]) -> list[Finding]:
         views = [j.view for j in group]
         now = CrossRankStep(views, self._table)
-        self._follow_samples(now)
+        poisoned = any(j.poisoned for j in group)
+        sample = self._statistics.sample(now, poisoned=poisoned)
+        self._follow_samples(now, now if sample is None else sample)
         found = self._agreement.observe(now)
         resumed = self._scales.observe(now, self.thresholds.resume_scale_octaves)
         found += [resumed] if resumed is not None else []
         roots = [f for j in group for f in j.roots] + [f for f in found if f.severity != "info"]
         found += self._statistics.observe(
             now,
+            sample,
             roots,
             clean=all(j.clean for j in group),
-            poisoned=any(j.poisoned for j in group),
+            poisoned=poisoned,
             stride=self._light_apart(),
         )
         found = [f for f in found if f.mode not in self.thresholds.disabled]
-        ranks = set(now.ranks)
-        streams = [s for s in self._streams.values() if s.rank in ranks]
+        streams = [s for s in self._streams.values() if s.rank in now.ranks]
         for f in found:
             if f.mode in SPREADING and f.severity != "info":
                 for stream in streams:
                     stream.note_cause(f)
         return [self._with_context(f, views[0], streams, self._apart(f)) for f in found]
 
-    def _follow_samples(self, now: CrossRankStep) -> None:
+    def _follow_samples(self, now: CrossRankStep, whole: CrossRankStep) -> None:
         """Steps between those in which a field was measured: windows of incidents count these."""
         self._samples.observe(now.step, now.views, len(now))
-        if np.count_nonzero(~np.isnan(now.column(LIGHT))) * 2 >= len(now):
+        if np.count_nonzero(~np.isnan(whole.column(LIGHT))) * 2 >= len(now):
             last, gaps = self._rhythm.get(LIGHT, (None, []))
             self._rhythm[LIGHT] = now.step, gaps if last is None else [*gaps, now.step - last][-REMEMBERED_GAPS:]
 

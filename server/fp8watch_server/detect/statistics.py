@@ -35,6 +35,7 @@ from fp8watch_server.detect.precedence import (
     explains,
 )
 from fp8watch_server.detect.step_view import Mask
+from fp8watch_server.detect.turns import Turns
 
 RESUME_WITHIN = 0.1
 """Share of the steps so far that a resumed run may have gone back: what was usual there is usual here."""
@@ -59,6 +60,7 @@ class Statistics:
         self._schedule = Schedule(limit.warmup_steps, limit.after_lr_warmup_steps)
         self._detectors = [kind.make(num_sites, limit) for kind in DETECTORS]
         self.last_step: int | None = None
+        self._pending = Turns()
         self._roots: dict[tuple[str, str], tuple[int, int]] = {}
         """Kind and module, "" for anywhere -> num_steps when it was found last, earliest step of its onset."""
 
@@ -75,6 +77,7 @@ class Statistics:
         for name in ("_loss", "_divergence"):  # states of before held these two detectors twice
             self.__dict__.pop(name, None)
         self.__dict__.setdefault("last_step", None)
+        self._pending = Turns()
         self._roots = {key if isinstance(key, tuple) else (key, ""): of for key, of in self._roots.items()}
         kept = {type(detector): detector for detector in self._detectors}
         num_sites = self._base.amax.num_series
@@ -96,6 +99,7 @@ class Statistics:
         """A new session goes on with the run: what is usual stays, what was followed from step to step begins anew."""
         self._base.recent_amax.forget()
         self._base.steps = []
+        self._pending.forget()
         self._schedule.resume()
         self._roots = {}
         for detector in self._detectors:
@@ -108,13 +112,29 @@ class Statistics:
         for baseline in (self._base.sqnr, self._base.underflow):
             baseline.forget(which)
 
+    def sample(self, now: CrossRankStep, *, poisoned: bool) -> CrossRankStep | None:
+        """The sample of most sites that ends with a step; None between samples, where only what is broken is sent, or those
+        sites that have their turn, and tells nothing of the rest."""
+        if poisoned:
+            self._pending.forget()
+            return None
+        return self._pending.sample(now, int(np.count_nonzero(self._base.recent_amax.count > 0)))
+
     def observe(
-        self, now: CrossRankStep, roots: Sequence[Finding], *, clean: bool, poisoned: bool, stride: int = 1
+        self,
+        now: CrossRankStep,
+        sample: CrossRankStep | None,
+        roots: Sequence[Finding],
+        *,
+        clean: bool,
+        poisoned: bool,
+        stride: int = 1,
     ) -> list[Finding]:
         """Judge one step, then learn from it.
 
         Args:
             now: the step.
+            sample: what `sample` says of it.
             roots: what was found in it already, by the invariants.
             stride: steps between observed steps.
             clean: no broken quantiser is known that would explain growth.
@@ -132,20 +152,23 @@ class Statistics:
             return self._told([f for d in self._detectors for f in d.cut_off(now, self.limit)], window, sites)
         ordinary_lr = not any(d.holds_lr for d in self._detectors)
         self._schedule.observe(now.step, now.scalar("lr"), learn=clean and ordinary_lr)
-        sampled = self._is_sampled(now)
-        if sampled:
-            base.recent_amax.push(now.log2_amax)
+        if sample is not None:
+            base.recent_amax.push(sample.log2_amax)
             base.steps = [*base.steps, now.step][-base.recent_amax.window :]
         warm = self._schedule.warm(now.step)
-        ctx = Context(now, base, self._schedule, self.limit, self.num_steps, warm, clean)
+        of_step = Context(now, base, self._schedule, self.limit, self.num_steps, warm, clean)
+        of_sample = of_step
+        if sample is not None and sample is not now:
+            of_sample = Context(sample, base, self._schedule, self.limit, self.num_steps, warm, clean)
         found: list[Finding] = []
         for detector in self._detectors:
-            if (sampled or detector.between_samples) and any(
+            if (sample is not None or detector.between_samples) and any(
                 mode not in self.limit.disabled for mode in detector.modes
             ):
-                found += detector.observe(ctx)
+                whole = detector.whole_samples or not detector.between_samples
+                found += detector.observe(of_sample if whole else of_step)
         found = self._told(found, window, sites)
-        self._learn(ctx, sampled=sampled)
+        self._learn(of_sample, sampled=sample is not None)
         return found
 
     def _told(self, found: Sequence[Finding], window: int, sites: Mapping[int, SiteFacts]) -> list[Finding]:
@@ -164,11 +187,6 @@ class Statistics:
             seen, began = self._roots.get((kind, module), (-math.inf, earliest))
             lasts = self.num_steps - seen <= LONG_MUTED_STEPS
             self._roots[kind, module] = self.num_steps, min(began, earliest) if lasts else earliest
-
-    def _is_sampled(self, now: CrossRankStep) -> bool:
-        """Whether most sites were measured. Between samples only what is broken is sent, and tells nothing of the rest."""
-        known = int(np.count_nonzero(self._base.recent_amax.count > 0))
-        return int(np.count_nonzero(~np.isnan(now.log2_amax))) * 2 >= max(known, 1)
 
     def _is_muted(self, found: Finding, window: int, sites: Mapping[int, SiteFacts]) -> bool:
         if (held := found.extra.get("held")) is not None:

@@ -226,7 +226,7 @@ class StepView:
 
     columns: BatchColumns
     index: int  # in batch.steps
-    part: slice
+    part: slice | npt.NDArray[np.int64]
 
     @property
     def step(self) -> int:
@@ -264,7 +264,11 @@ class StepView:
         return str(ids[self.index]) if ids and ids[self.index] is not None else None
 
     def __len__(self) -> int:
-        return int(self.part.stop - self.part.start)
+        return int(self.part.stop - self.part.start) if isinstance(self.part, slice) else len(self.part)
+
+    def only(self, mask: Mask) -> StepView:
+        """The records of a mask over those of this one."""
+        return StepView(self.columns, self.index, np.arange(len(self.columns.row))[self.part][mask])
 
     def raw(self, name: str) -> Array:
         """A column of this step, as sent."""

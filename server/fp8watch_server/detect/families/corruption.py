@@ -214,7 +214,7 @@ class Corruption(Detector):
 
     def _notice_written(self, now: CrossRankStep) -> None:
         self._num_steps += 1
-        views = sorted(now.views, key=lambda view: view.rank)
+        views = sorted((v for step in [now, *reversed(now.earlier)] for v in step.views), key=lambda view: view.rank)
         logs = next((logs for view in views if (logs := view.logs()).get(WEIGHTS_CHANGED)), None)
         if logs is None:
             return

@@ -43,6 +43,7 @@ class Divergence(Detector):
 
     modes = ("optimizer-divergence",)
     between_samples = True
+    whole_samples = True
     _num_steps = 0
     """Observed; a state that was saved before has none of this and the next."""
     _written: int | None = None
