@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+import numpy as np
 from markupsafe import Markup
 from sqlalchemy import Connection
 
@@ -28,6 +29,7 @@ from fp8watch_server.pages.redaction import Redaction
 from fp8watch_server.pages.thumbnail import thumbnail
 from fp8watch_server.store import queries
 from fp8watch_server.store.rows import IncidentWithEvents, RunWithSessions, SiteRow
+from fp8watch_server.store.tile_maps import KeptMap, amax_of
 
 Dict = dict[str, Any]
 
@@ -88,25 +90,24 @@ def tiles(of: Subject) -> Section | None:
     found = _map(of)
     if found is None or of.site is None:
         return None
-    picture = Markup(thumbnail(found, TILES))
-    flagged = page_queries.flagged_tiles(found, of.site)
-    known = [v for v in found["amax"] if v]
+    amax = amax_of(found.tiles.amax)
+    known = amax[np.isfinite(amax) & (amax > 0)]
     values = {
-        "picture": picture,
-        "flagged": flagged,
-        "map": found,
-        "low": min(known, default=None),
-        "high": max(known, default=None),
+        "picture": Markup(thumbnail(found.tiles, TILES)),
+        "flagged": page_queries.flagged_tiles(found, of.site),
+        "shape": found.tiles.shape,
+        "low": float(known.min()) if known.size else None,
+        "high": float(known.max()) if known.size else None,
     }
-    where = f"{of.site['module']} {of.site['operand']}, step {found['step']}, rank {found['rank']}"
+    where = f"{of.site['module']} {of.site['operand']}, step {found.tiles.step}, rank {found.rank}"
     return Section("Tiles", "report/tiles.html", values, where)
 
 
-def _map(of: Subject) -> Dict | None:
+def _map(of: Subject) -> KeptMap | None:
     if of.site is None:
         return None
     rank = (of.incident["place"]["ranks"] or [0])[0]
-    return queries.tile_map(of.conn, of.run_id, of.site["id"], of.incident["first_step"], rank)
+    return queries.kept_map(of.conn, of.run_id, of.site["id"], of.incident["first_step"], rank)
 
 
 def charts(of: Subject) -> Section | None:

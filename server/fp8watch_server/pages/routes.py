@@ -120,11 +120,11 @@ def tile_map_page(request: Request, run_id: str, site: str) -> HTMLResponse:
         if step is not None and step not in steps:
             raise page_queries.no_tile_map_at(run, found, rank, step, steps, back)
         step = steps[-1] if step is None else step
-        tile_map = queries.tile_map(conn, run["id"], found["id"], step, rank)
-        if tile_map is None:  # pruned since it was listed
+        kept = queries.kept_map(conn, run["id"], found["id"], step, rank)
+        if kept is None:  # pruned since it was listed
             raise page_queries.no_tile_map_at(run, found, rank, step, steps, back)
         if rank is None:  # ranks keep different steps: the slider covers those of the rank that is shown
-            steps = queries.steps_available(conn, run["id"], found["id"], tile_map["rank"])
+            steps = queries.steps_available(conn, run["id"], found["id"], kept.rank)
         return page(
             request,
             "tile_map.html",
@@ -134,10 +134,10 @@ def tile_map_page(request: Request, run_id: str, site: str) -> HTMLResponse:
             siblings=[s for s in sites if s["module"] == found["module"]],
             step=step,
             steps=steps,
-            rank=tile_map["rank"],
+            rank=kept.rank,
             tile=lookup.coordinates(query.get("tile")),
-            map=tile_map,
-            flagged=page_queries.flagged_tiles(tile_map, found),
+            shape=kept.tiles.shape,
+            flagged=page_queries.flagged_tiles(kept, found),
             seen=page_queries.seen_here(conn, run["id"], found),
         )
 

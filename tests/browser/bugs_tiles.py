@@ -1,0 +1,27 @@
+"""What is broken on purpose in maps, pictures, texts and forms of the pages, and the test that sees it."""
+
+from __future__ import annotations
+
+from support.planted import Bug
+
+P = "server/fp8watch_server/pages"
+J = f"{P}/static"
+B = "tests/browser"
+T = "tests/pages"
+
+BUGS = [
+    Bug(
+        "the part of a map that is given holds its worst tile",
+        "tile_maps:_window",
+        "row = worst[0] // columns if worst else 0",
+        "row = 0",
+        f"{T}/test_large_tile_maps.py::test_of_a_map_that_is_too_large_the_rows_around_its_worst_tile_are_given",
+    ),
+    Bug(
+        "a tile of another part of the map is drawn",
+        f"{J}/tile_map.js",
+        "!this.isHere(tile)) return this.load(",
+        "!this.isHere(tile)) return this.hover && (",
+        f"{B}/test_tile_map_steps.py::test_a_map_that_comes_in_parts_leads_to_each_of_its_tiles",
+    ),
+]
