@@ -24,4 +24,11 @@ BUGS = [
         "!this.isHere(tile)) return this.hover && (",
         f"{B}/test_tile_map_steps.py::test_a_map_that_comes_in_parts_leads_to_each_of_its_tiles",
     ),
+    Bug(
+        "the list under a map is of the step that is drawn",
+        f"{J}/tile_map.js",
+        "this.listed = Number(d.step);",
+        "this.listed = this.steps?.now ?? Number(d.step) + 1;",
+        f"{B}/test_tile_map_steps.py::test_the_list_of_tiles_is_of_the_step_that_is_shown_however_early_it_moves",
+    ),
 ]

@@ -124,3 +124,28 @@ def test_a_map_that_comes_in_parts_leads_to_each_of_its_tiles(
     page.get_by_role("button", name="Worst tile").click()
     expect(readout).to_contain_text("Tile (131, 3)")
     assert page.url.endswith(f"step={FAULT_STEP}&tile=131,3")
+
+
+def test_the_list_of_tiles_is_of_the_step_that_is_shown_however_early_it_moves(
+    browser: Browser, collector: Collector
+) -> None:
+    tab = browser.new_page()
+    tab.add_init_script(
+        """const fast = window.fetch; window.fetch = async (url, ...rest) => {
+            if (String(url).includes("/api/v1/") && String(url).includes("/tile-map")) await new Promise((done) => setTimeout(done, 700));
+            return fast(url, ...rest); };"""
+    )
+    tab.goto(collector.url(f"{SITE}/tile-map?step={FAULT_STEP}"))
+    tab.keyboard.press(".")
+    until(tab, f"{LOADED} === '{FAULT_STEP + 1}'")
+    expect(tab.locator("[data-map-flagged]")).to_contain_text("No tile is non-finite")
+    tab.route(
+        "**/sites/*/tile-map?*",
+        lambda route: route.fulfill(status=503) if "/api/" not in route.request.url else route.continue_(),
+    )
+    tab.keyboard.press(",")
+    until(tab, f"{LOADED} === '{FAULT_STEP}'")
+    expect(tab.locator("[data-map-flagged]")).to_contain_text(
+        f"The tiles of step {FAULT_STEP} could not be listed (503)."
+    )
+    tab.close()

@@ -23,6 +23,7 @@ class TileMapView {
     this.tooltip = panel.querySelector("[data-tooltip]");
     this.readout = panel.querySelector("[data-readout]");
     this.cache = new Map();
+    this.listed = Number(d.step); // the step of the table under the map
     this.steps = new Steps(panel, (step) => this.load(step));
     this.listen();
     this.load(this.steps.now);
@@ -255,14 +256,22 @@ class TileMapView {
   // The table under the map follows the slider.
   list() {
     const table = document.querySelector("[data-map-flagged]"), step = this.steps.now;
-    const first = this.listed === undefined;
     if (this.listed === step) return;
     this.listed = step;
-    if (!table || !this.whole || first) return;
-    fetch(`${this.panel.dataset.page}?step=${step}&rank=${this.rank}`, { headers: { accept: "text/html" } }).then((a) => a.text()).then((html) => {
+    if (!table || !this.whole) return;
+    const show = (...rows) => { if (step === this.steps.now) table.replaceChildren(...rows); };
+    fetch(`${this.panel.dataset.page}?step=${step}&rank=${this.rank}`, { headers: { accept: "text/html" } }).then((a) => {
+      if (!a.ok) throw new Error(String(a.status));
+      return a.text();
+    }).then((html) => {
       const fresh = new DOMParser().parseFromString(html, "text/html").querySelector("[data-map-flagged]");
-      if (fresh && step === this.steps.now) table.replaceChildren(...[...fresh.children].map((row) => document.adoptNode(row)));
-    }).catch(() => {});
+      show(...[...fresh.children].map((row) => document.adoptNode(row)));
+    }).catch((e) => {
+      const row = document.createElement("tr"), cell = row.insertCell();
+      Object.assign(cell, { colSpan: 7, className: "muted", textContent: `The tiles of step ${step} could not be listed (${e.message}).` });
+      this.listed = undefined; // the next look at this step asks again
+      show(row);
+    });
   }
 }
 
