@@ -31,4 +31,18 @@ BUGS = [
         "this.listed = this.steps?.now ?? Number(d.step) + 1;",
         f"{B}/test_tile_map_steps.py::test_the_list_of_tiles_is_of_the_step_that_is_shown_however_early_it_moves",
     ),
+    Bug(
+        "a redacted report does not name the batch",
+        "pages.report_sections:subject_of",
+        'without_batch(f["text"])',
+        'f["text"]',
+        f"{T}/test_redacted_report.py::test_names_of_batches_logged_scalars_and_modules_that_were_left_out_are_replaced",
+    ),
+    Bug(
+        "a redacted report does not name what was logged",
+        "pages.report_sections:subject_of",
+        'f"scalar{i}"',
+        "name",
+        f"{T}/test_redacted_report.py::test_names_of_batches_logged_scalars_and_modules_that_were_left_out_are_replaced",
+    ),
 ]

@@ -15,6 +15,7 @@ import numpy as np
 from markupsafe import Markup
 from sqlalchemy import Connection
 
+from fp8watch_server.detect.remedies import without_batch
 from fp8watch_server.pages import (
     coverage,
     first_chart,
@@ -27,7 +28,7 @@ from fp8watch_server.pages import (
 )
 from fp8watch_server.pages.redaction import Redaction
 from fp8watch_server.pages.thumbnail import thumbnail
-from fp8watch_server.store import queries
+from fp8watch_server.store import logged_names, queries
 from fp8watch_server.store.rows import IncidentWithEvents, RunWithSessions, SiteRow
 from fp8watch_server.store.tile_maps import KeptMap, amax_of
 
@@ -35,6 +36,7 @@ Dict = dict[str, Any]
 
 BEFORE, AFTER = 64, 64
 POINTS = 400
+MAX_LOGGED = 4096
 TILES = (96, 192)
 FACTS = ("recipe", "backend", "world_size", "attempt")
 OPEN_FACTS = ("kind", "observe_only", "gemm", "warmup_steps", "num_linears", "gemm_flops_observed")
@@ -223,12 +225,18 @@ def subject_of(conn: Connection, incident: IncidentWithEvents, *, redact: bool) 
         return Subject(conn, run["id"], run, incident, sites, site)
     names = {run["id"]: "run", run["name"]: "run", incident["owner"]: "owner"}
     names |= {s["host"]: f"host{i}" for i, s in enumerate(run["sessions"])}
+    logged, _ = logged_names.names(conn, run["id"], MAX_LOGGED)
+    names |= {name: f"scalar{i}" for i, name in enumerate(logged, 1) if not name.isdigit()}
     place = incident["place"]["module"]
-    rename = Redaction([s["module"] for s in sites] + ([place] if place else []), names)
+    covered = coverage.coverage(run, sites)
+    unobserved = [name for key in coverage.NAMED for name, *_ in covered[key]]
+    rename = Redaction([s["module"] for s in sites] + unobserved + ([place] if place else []), names)
     known = {s["id"]: rename({k: s[k] for k in ("module",)}) for s in sites}
     renamed = [cast(SiteRow, {**s, **known[s["id"]]}) for s in sites]
     closed: Dict = {**incident, "title": rename(incident["title"]), "owner": "", "run_id": "run"}
-    for key in ("place", "cause", "fix", "alternatives", "evidence", "events"):
+    fixes = [{**f, "text": without_batch(f["text"])} for f in incident["fix"]]
+    closed["fix"] = rename(fixes)
+    for key in ("place", "cause", "alternatives", "evidence", "events"):
         closed[key] = rename(incident.get(key))
     shown: Dict = {**run, "id": "run", "name": "run", "note": "", "tags": []}
     named = next((s for s in renamed if site is not None and s["id"] == site["id"]), None)
