@@ -45,4 +45,18 @@ BUGS = [
         "name",
         f"{T}/test_redacted_report.py::test_names_of_batches_logged_scalars_and_modules_that_were_left_out_are_replaced",
     ),
+    Bug(
+        "names in a cause are no markup",
+        f"{P}/templates/incident.html",
+        "'The cause is not known.')|prose",
+        "'The cause is not known.')|inline",
+        f"{T}/test_texts_of_incidents.py::test_names_in_sentences_are_no_markup",
+    ),
+    Bug(
+        "names in a fix are no markup",
+        "pages.fixes:render",
+        "prose(rest)",
+        'Markup(rest.replace("*", ""))',
+        f"{T}/test_fixes.py::test_names_in_a_fix_are_no_markup {T}/test_fixes.py::test_a_long_hostile_fix_is_rendered_quickly_and_cut",
+    ),
 ]

@@ -55,6 +55,7 @@ def environment() -> Environment:
         details=formatting.details,
         segment=formatting.segment,
         inline=markdown.inline,
+        prose=markdown.prose,
     )
     env.globals.update(static=assets.static_url, plotly_url=assets.plotly_url, part=lambda: PART)
     return env
