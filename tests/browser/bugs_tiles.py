@@ -59,4 +59,18 @@ BUGS = [
         'Markup(rest.replace("*", ""))',
         f"{T}/test_fixes.py::test_names_in_a_fix_are_no_markup {T}/test_fixes.py::test_a_long_hostile_fix_is_rendered_quickly_and_cut",
     ),
+    Bug(
+        "the way to a map leads to a step that was kept",
+        "pages.lookup:nearest",
+        "abs(s - step)",
+        "s",
+        f"{T}/test_way_to_a_map.py::test_the_button_of_a_site_leads_to_the_nearest_step_that_was_kept",
+    ),
+    Bug(
+        "a click on a point leads to the map of the nearest step that was kept",
+        f"{J}/site.js",
+        "Math.abs(step - at) < Math.abs(best - at)",
+        "step < best",
+        f"{B}/test_site_and_ranges.py::test_a_click_leads_to_the_map_of_the_nearest_step_that_was_kept",
+    ),
 ]
