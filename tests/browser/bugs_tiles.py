@@ -73,4 +73,18 @@ BUGS = [
         "step < best",
         f"{B}/test_site_and_ranges.py::test_a_click_leads_to_the_map_of_the_nearest_step_that_was_kept",
     ),
+    Bug(
+        "an SQNR of Inf at the head of a site is no alarm",
+        f"{P}/templates/site.html",
+        "f.value == 'inf' %}",
+        "f.value == 'nan' %}",
+        f"{T}/test_without_loss.py::test_the_page_of_a_site_that_lost_nothing_says_so",
+    ),
+    Bug(
+        "an SQNR of Inf is no alarm in its chart",
+        f"{J}/charts.js",
+        "lossless(w) ? stroke : colour",
+        "false ? stroke : colour",
+        f"{B}/test_without_loss.py::test_what_lost_nothing_is_not_marked_as_an_alarm",
+    ),
 ]
