@@ -87,4 +87,25 @@ BUGS = [
         "false ? stroke : colour",
         f"{B}/test_without_loss.py::test_what_lost_nothing_is_not_marked_as_an_alarm",
     ),
+    Bug(
+        "a comment is read whole",
+        f"{P}/templates/incident.html",
+        "{{ said|whole }}",
+        "{{ said|cut }}",
+        f"{T}/test_texts_of_incidents.py::test_a_comment_is_read_whole",
+    ),
+    Bug(
+        "a comment is read whole in a report",
+        f"{P}/templates/report/reached.html",
+        "{{ text|whole }}",
+        "{{ text|cut }}",
+        f"{T}/test_texts_of_incidents.py::test_a_comment_is_read_whole",
+    ),
+    Bug(
+        "a note is read whole",
+        f"{P}/templates/run.html",
+        "{{ run.note|whole }}",
+        "{{ run.note|cut }}",
+        f"{T}/test_texts_of_incidents.py::test_a_note_on_a_run_is_read_whole",
+    ),
 ]

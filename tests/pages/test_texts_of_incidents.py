@@ -47,3 +47,21 @@ def test_names_in_sentences_are_no_markup(client: httpx.Client) -> None:
         assert 'href="https://evil' not in html
         assert html.count(PATTERNS) >= 3
         assert "<code>448</code>" in html
+
+
+def test_a_comment_is_read_whole(client: httpx.Client) -> None:
+    text = (
+        "\n".join(f"line {i}: the learning rate was lowered, and the norm was watched" for i in range(60)) + " LASTWORD"
+    )
+    assert client.post(f"/api/v1/incidents/{INCIDENT_ID}/comment", json={"text": text}).status_code == 200
+    for html in both(client):
+        timeline = html[html.index('class="timeline"') :]
+        assert "LASTWORD" in timeline
+        assert "characters)" not in timeline
+
+
+def test_a_note_on_a_run_is_read_whole(client: httpx.Client) -> None:
+    note = "why this run was started again, " * 20 + "LASTWORD"
+    assert client.patch("/api/v1/runs/r", json={"note": note}).status_code == 200
+    html = client.get("/runs/r").text
+    assert "LASTWORD" in html[html.index('class="note-text"') :].split("</p>")[0]

@@ -48,6 +48,7 @@ def environment() -> Environment:
         ago=formatting.ago,
         clock=formatting.clock,
         cut=formatting.cut,
+        whole=formatting.whole,
         in_two=formatting.in_two,
         fix=fixes.render,
         to_copy=fixes.to_copy,
