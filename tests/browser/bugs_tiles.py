@@ -108,4 +108,18 @@ BUGS = [
         "{{ run.note|cut }}",
         f"{T}/test_texts_of_incidents.py::test_a_note_on_a_run_is_read_whole",
     ),
+    Bug(
+        "a person is shown a page when the database refuses",
+        "http.errors:_on_database",
+        "if asked_by_a_person(request.scope):",
+        "if False:",
+        f"{T}/test_database_refuses.py::test_a_refused_connection",
+    ),
+    Bug(
+        "a person is shown a page when tokens cannot be read",
+        "auth.tokens:Auth.__call__",
+        "refusal.status == 503 and",
+        "False and",
+        f"{T}/test_database_refuses.py::test_tokens_that_cannot_be_read",
+    ),
 ]
