@@ -122,4 +122,11 @@ BUGS = [
         "False and",
         f"{T}/test_database_refuses.py::test_tokens_that_cannot_be_read",
     ),
+    Bug(
+        "a picture of tiles is asked for again when its incident moves",
+        f"{P}/templates/incidents.html",
+        "-{{ i.first_step }}-{{ i.updated_at }}",
+        "-{{ i.first_step }}",
+        f"{T}/test_inbox.py::test_a_picture_of_tiles_has_another_address_when_its_incident_moves",
+    ),
 ]
