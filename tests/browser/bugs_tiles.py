@@ -129,4 +129,18 @@ BUGS = [
         "-{{ i.first_step }}",
         f"{T}/test_inbox.py::test_a_picture_of_tiles_has_another_address_when_its_incident_moves",
     ),
+    Bug(
+        "a note is offered for editing as it is stored",
+        f"{P}/templates/run.html",
+        ">{{ run.note|exact }}</textarea>",
+        ">{{ run.note }}</textarea>",
+        f"{T}/test_forms_keep_text.py::test_marks_of_direction_are_offered_as_they_are_and_shown_as_escapes",
+    ),
+    Bug(
+        "what a form offers is escaped",
+        "pages.templating:_exact",
+        "Exact(escape(value))",
+        "Exact(value)",
+        f"{T}/test_forms_keep_text.py::test_marks_of_direction_are_offered_as_they_are_and_shown_as_escapes",
+    ),
 ]
