@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from browser.kit import Collector, drawn
 from pages import synthetic
-from pages.test_without_loss import lossless
+from pages.lossless import lossless
 from playwright.sync_api import Page
 
 pytestmark = pytest.mark.browser

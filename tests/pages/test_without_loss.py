@@ -4,16 +4,10 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 from pages import synthetic
 from pages.collector import make_app, serving
-
-
-def lossless(steps: Any, rows: Any) -> None:
-    """For `Run.send(change=...)`: nothing that is quantised loses anything."""
-    for field in ("tile_noise_ratio_sum", "tile_noise_ratio_max", "noise_energy"):
-        rows[field] = 0.0
+from pages.lossless import lossless
 
 
 def test_the_page_of_a_site_that_lost_nothing_says_so(tmp_path: Path) -> None:
