@@ -69,7 +69,7 @@ BUGS = [
     Bug(
         "steps of a map are those of its rank",
         "pages.routes:tile_map_page",
-        'steps = queries.steps_available(conn, run["id"], found["id"], tile_map["rank"])',
+        'steps = queries.steps_available(conn, run["id"], found["id"], kept.rank)',
         "pass",
         f"{T}/test_pages_show_what_is_wrong.py::test_steps_of_a_map_are_those_that_its_rank_has",
     ),

@@ -123,3 +123,13 @@ def test_keys_are_listed_and_work(page: Page, collector: Collector) -> None:
     page.wait_for_url(f"**{SITE}")
     page.keyboard.press("Tab")
     expect(page.get_by_role("link", name="Skip to content")).to_be_focused()
+
+
+def test_a_click_leads_to_the_map_of_the_nearest_step_that_was_kept(page: Page, collector: Collector) -> None:
+    page.goto(collector.url(f"{SITE}?step=10"))
+    drawn(page)
+    page.evaluate("document.getElementById('clip').emit('plotly_click', { points: [{ x: 119 }] })")
+    page.wait_for_url(f"**{SITE}/tile-map?step={FAULT_STEP + 4}")
+    page.goto(collector.url(f"{SITE}?step=10"))
+    page.get_by_role("link", name="Tile map").click()
+    page.wait_for_url(f"**{SITE}/tile-map?step={FAULT_STEP - 6}")

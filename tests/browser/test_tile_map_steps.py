@@ -8,6 +8,8 @@ from pages import synthetic
 from pages.synthetic import FAULT_MODULE, FAULT_SITE, FAULT_STEP
 from playwright.sync_api import Browser, Page, expect
 
+from fp8watch_server.store import tile_maps
+
 pytestmark = pytest.mark.browser
 
 SITE = f"/runs/demo-inf/sites/{FAULT_SITE}"
@@ -98,3 +100,52 @@ def test_what_is_off_scale_is_seen_on_any_colour(
     )
     assert len(seen) == 12
     assert all(dark < 60 and light > 200 for dark, light in seen)
+
+
+def test_a_map_that_comes_in_parts_leads_to_each_of_its_tiles(
+    page: Page, collector: Collector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tile_maps, "MAX_SHOWN_TILES", 600)
+    page.goto(collector.url(f"{SITE}/tile-map?step={FAULT_STEP}&tile=9,2"))
+    readout, hint = page.locator("[data-readout]"), page.locator("[data-map-cut]")
+    expect(readout).to_contain_text("Tile (9, 2)")
+    expect(readout).to_contain_text("row 9, columns 256–383")
+    expect(hint).to_have_text(
+        "Rows 0 to 99 of a map of 256 × 6 tiles are drawn; 1 of the other tiles is non-finite, sentinel or off-scale."
+    )
+    page.locator("[data-map-flagged] a", has_text="(131, 3)").click()
+    expect(readout).to_contain_text("Tile (131, 3)")
+    expect(readout).to_contain_text("+Inf")
+    expect(hint).to_contain_text("Rows 81 to 180 of")
+    expect(hint).to_contain_text("0 of the other tiles are")
+    page.goto(collector.url(f"{SITE}/tile-map?step={FAULT_STEP + 1}&tile=99,0"))
+    expect(readout).to_contain_text("Tile (99, 0)")
+    expect(hint).to_contain_text("0 of the other tiles are")  # in this step
+    page.get_by_role("button", name="Worst tile").click()
+    expect(readout).to_contain_text("Tile (131, 3)")
+    assert page.url.endswith(f"step={FAULT_STEP}&tile=131,3")
+
+
+def test_the_list_of_tiles_is_of_the_step_that_is_shown_however_early_it_moves(
+    browser: Browser, collector: Collector
+) -> None:
+    tab = browser.new_page()
+    tab.add_init_script(
+        """const fast = window.fetch; window.fetch = async (url, ...rest) => {
+            if (String(url).includes("/api/v1/") && String(url).includes("/tile-map")) await new Promise((done) => setTimeout(done, 700));
+            return fast(url, ...rest); };"""
+    )
+    tab.goto(collector.url(f"{SITE}/tile-map?step={FAULT_STEP}"))
+    tab.keyboard.press(".")
+    until(tab, f"{LOADED} === '{FAULT_STEP + 1}'")
+    expect(tab.locator("[data-map-flagged]")).to_contain_text("No tile is non-finite")
+    tab.route(
+        "**/sites/*/tile-map?*",
+        lambda route: route.fulfill(status=503) if "/api/" not in route.request.url else route.continue_(),
+    )
+    tab.keyboard.press(",")
+    until(tab, f"{LOADED} === '{FAULT_STEP}'")
+    expect(tab.locator("[data-map-flagged]")).to_contain_text(
+        f"The tiles of step {FAULT_STEP} could not be listed (503)."
+    )
+    tab.close()

@@ -265,9 +265,9 @@ STORE = [
     ),
     Bug(
         "a tile map of codes alone says nothing of the cast",
-        "tile_maps:tile_map",
-        'if evidence.get("cast") == "absent"',
-        "if not evidence",
+        "tile_maps:kept_map",
+        'evidence.get("cast") != "absent"',
+        "bool(evidence)",
         f"{T}/test_codes_alone.py::test_a_tile_map_of_codes_alone_has_no_underflow[sqlite-evidence0-None]",
     ),
     Bug(

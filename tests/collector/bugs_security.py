@@ -26,10 +26,10 @@ BOMBS = [
     ),
     Bug(
         "of a large map a part is shown",
-        "tile_maps:_shown",
-        "min(shape[0], MAX_SHOWN_TILES // max(columns, 1)), columns",
-        "shape",
-        "tests/pages/test_pages_show_what_is_wrong.py::test_of_a_map_that_is_too_large_the_first_rows_are_shown_and_the_rest_is_said",
+        "tile_maps:_window",
+        "min(rows, MAX_SHOWN_TILES // max(shown, 1))",
+        "rows",
+        "tests/pages/test_large_tile_maps.py::test_of_a_map_that_is_too_large_the_rows_around_its_worst_tile_are_given",
     ),
     Bug(
         "a frame that declares a gigabyte is refused unread",

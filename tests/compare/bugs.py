@@ -87,8 +87,8 @@ BUGS = [
     Bug(
         "the sentence of the page is that of the API",
         "server/fp8watch_server/pages/templates/compare.html",
-        "{{ found.sentence|cut }}</p>",
-        "{{ found.sentence[:20]|cut }}</p>",
+        "{{ found.sentence|whole }}</p>",
+        "{{ found.sentence[:20]|whole }}</p>",
         f"{G}::test_api_page_and_command_say_the_same_sentence",
     ),
     Bug(

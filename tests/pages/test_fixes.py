@@ -34,8 +34,13 @@ def test_variables_flags_and_calls_are_copied_else_the_sentence(text: str, copie
 
 
 def test_rendered_fix_is_the_sentence_with_code_in_it() -> None:
-    html = str(render("Set A_B=1 <now>, **then** f(x)."))
-    assert html == "Set <code>A_B=1</code> &lt;now&gt;, <strong>then</strong> <code>f(x)</code>."
+    html = str(render("Set A_B=1 <now>, then f(x)."))
+    assert html == "Set <code>A_B=1</code> &lt;now&gt;, then <code>f(x)</code>."
+
+
+def test_names_in_a_fix_are_no_markup() -> None:
+    text = "Look at layers.*.mlp.up, layers.*.mlp.down and [x](https://evil.example/)."
+    assert str(render(text)) == text
 
 
 def test_a_long_hostile_fix_is_rendered_quickly_and_cut() -> None:

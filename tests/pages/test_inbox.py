@@ -129,6 +129,23 @@ def test_an_incident_shows_its_cause_in_other_runs_and_what_helped(app: FastAPI)
         assert client.get(f"/incidents/{AGAIN_ID}/tiles.svg").status_code == 404
 
 
+def test_a_picture_of_tiles_has_another_address_when_its_incident_moves(app: FastAPI) -> None:
+    def address(client: httpx.Client) -> str:
+        found = re.search(r'src="(/incidents/[^"]*tiles.svg[^"]*)"', client.get("/incidents").text)
+        assert found is not None
+        return found[1].replace("&amp;", "&")
+
+    with serving(app) as client:
+        before = address(client)
+        assert client.get(before).headers["content-type"] == "image/svg+xml"
+        with writing(app.state.engine) as conn:
+            moved = sa.update(t.incident).where(t.incident.c.id == INCIDENT_ID)
+            conn.execute(moved.values(updated_at=t.incident.c.updated_at + 5))
+        after = address(client)
+        assert after != before
+        assert client.get(after).status_code == 200
+
+
 def test_a_cause_that_came_back_shows_what_helped_the_last_time_and_what_is_here_now(
     app: FastAPI, tmp_path: Path
 ) -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8watch_server.pages.markdown import inline, render
+from fp8watch_server.pages.markdown import inline, prose, render
 from fp8watch_server.pages.runbooks import runbook, slugs
 
 
@@ -55,6 +55,12 @@ def test_anything_else_is_text(source: str) -> None:
 
 def test_inline_has_no_blocks() -> None:
     assert str(inline("# not a heading")) == "# not a heading"
+
+
+def test_a_sentence_keeps_its_stars_and_links_nowhere() -> None:
+    text = "not observed: layers.*.experts.*.up, layers.*.mlp.down of [Sign in](https://evil.example/) <b>**x**"
+    assert str(prose(text)) == text.replace("<b>", "&lt;b&gt;")
+    assert str(prose("stores `448 <`")) == "stores <code>448 &lt;</code>"
 
 
 def test_every_shipped_runbook_is_found_and_renders() -> None:

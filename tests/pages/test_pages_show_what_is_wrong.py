@@ -13,7 +13,6 @@ from pages.synthetic import FAULT_MODULE, FAULT_SITE, INCIDENT_ID
 
 from fp8watch_server.db import schema
 from fp8watch_server.db.dialect import writing
-from fp8watch_server.store import tile_maps
 
 SITE = f"/runs/demo-inf/sites/{FAULT_SITE}"
 
@@ -138,22 +137,6 @@ def test_tile_map_page_lists_the_broken_tile_with_its_elements(client: httpx.Cli
     for expected in ("(131, 3)", "row 131, columns 384–511", "inf", "sentinel", "+Inf", "2^0"):
         assert expected in words
     assert "No tile is non-finite" in page(client, f"{SITE}/tile-map?step=89")
-
-
-def test_of_a_map_that_is_too_large_the_first_rows_are_shown_and_the_rest_is_said(
-    client: httpx.Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tile_maps, "MAX_SHOWN_TILES", 600)
-    words = text_of(page(client, f"{SITE}/tile-map?step=90"))
-    assert "The first 100 × 6 of 256 × 6 tiles are shown; 1 of the rest is non-finite, sentinel or off-scale." in words
-    assert "No tile that is shown is non-finite" in words
-    got = client.get(f"/api/v1{SITE}/tile-map?step=90").json()
-    assert (got["shape"], got["cut"]) == ([100, 6], {"shape": [256, 6], "num_broken": 1})
-    assert all(len(got[name]) == 600 for name in ("amax", "scale_inv", "flags", "num_nonfinite", "num_underflow"))
-    monkeypatch.setattr(tile_maps, "MAX_SHOWN_TILES", 132 * 6)
-    assert "0 of the rest are" in text_of(page(client, f"{SITE}/tile-map?step=90"))
-    monkeypatch.undo()
-    assert "are shown" not in text_of(page(client, f"{SITE}/tile-map?step=90"))
 
 
 def test_tile_map_without_a_step_shows_the_newest(client: httpx.Client) -> None:

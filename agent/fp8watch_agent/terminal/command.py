@@ -165,7 +165,11 @@ def report_main(argv: list[str]) -> int:
     parser.add_argument(
         "-o", "--output", metavar="FILE", help="where to; - is standard output (default: report-INCIDENT.html)"
     )
-    parser.add_argument("--redact", action="store_true", help="replace names of runs, modules, hosts and people")
+    parser.add_argument(
+        "--redact",
+        action="store_true",
+        help="replace names of runs, modules, hosts, people, batches and logged scalars",
+    )
     add_arguments(parser, json=False)
     args = parser.parse_args(argv)
 

@@ -88,6 +88,7 @@ TILE_MAP: dict[str, Any] = {
     "rank": 3,
     "ranks": [3],
     "shape": [1, 2],
+    "row0": 0,
     "cut": None,
     "amax": [2.5, None],
     "scale_inv": [0.0078125, 1.0],

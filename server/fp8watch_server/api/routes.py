@@ -40,6 +40,7 @@ Time = Annotated[float | None, Query(ge=0, le=1e11, allow_inf_nan=False)]
 Format = Literal["json", "csv"]
 Points = Annotated[int, Query(ge=1, le=10_000)]
 Rank = Annotated[int | None, Query(ge=0, le=(1 << 31) - 1)]
+Row = Annotated[int | None, Query(ge=0, le=(1 << 31) - 1)]
 SiteId = Annotated[int, Query(ge=0, le=(1 << 53) - 1)]
 Limit = Annotated[int, Query(ge=1, le=queries.MAX_LIMIT)]
 Cursor = Annotated[str | None, Query(max_length=2048)]
@@ -211,19 +212,18 @@ def get_histogram(
 
 
 @router.get("/runs/{run_id:path}/sites/{site}/tile-map", responses=answers(examples.TILE_MAP))
-def get_tile_map(conn: Conn, run_id: str, site: int, step: Step = None, rank: Rank = None) -> Response:
-    """Every tile of a site in a step; without a step the newest that is kept."""
+def get_tile_map(conn: Conn, run_id: str, site: int, step: Step = None, rank: Rank = None, row: Row = None) -> Response:
+    """Every tile of a site in a step; without a step the newest that is kept. Of a map that is too large the rows around `row`."""
     require_run(conn, run_id)
     _require_site(conn, run_id, site)
-    found = queries.tile_map(conn, run_id, site, step, rank)
+    found = queries.tile_map(conn, run_id, site, step, rank, row)
     if found is None:
-        available = queries.steps_available(conn, run_id, site, rank)
         raise Problem(
             404,
             f"no tile map of site {site} at step {step}",
             rule="a map is there when it was captured, and is kept for 256 steps and around incidents",
             remedy="choose one of steps_available, or attach with tile_maps='all'",
-            steps_available=available,
+            steps_available=queries.steps_available(conn, run_id, site, rank),
         )
     return JsonResponse(found)
 

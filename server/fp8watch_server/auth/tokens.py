@@ -29,6 +29,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from fp8watch_server.auth.grant import ALL_RUNS, OPEN, Grant, attach
 from fp8watch_server.db import schema as t
 from fp8watch_server.db.dialect import upsert, writing
+from fp8watch_server.http.away_page import asked_by_a_person, away_page
 from fp8watch_server.http.errors import Problem
 from fp8watch_server.settings import Settings
 
@@ -187,7 +188,8 @@ class Auth:
         if scope["type"] == "http":
             refusal = await self._refusal(scope)
             if refusal is not None:
-                await refusal.response()(scope, receive, send)
+                by_a_person = refusal.status == 503 and asked_by_a_person(scope)
+                await (away_page(1, refusal.detail) if by_a_person else refusal.response())(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 

@@ -6,6 +6,7 @@ Thread:     any; only data and pure functions
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -97,8 +98,17 @@ class Place:
     @property
     def batch(self) -> Fix:
         """The batch of the step, by its name where that is known."""
-        named = f"Look at batch {self.batch_id!r}." if self.batch_id else None
+        named = f"{_LOOK_AT}{self.batch_id!r}." if self.batch_id else None
         return Fix("data", named or "Find the batch: give it to watch.log(batch_id=...).")
+
+
+_LOOK_AT = "Look at batch "
+_NAMED_BATCH = re.compile(rf"{_LOOK_AT}('.*'|\".*\")", re.DOTALL)
+
+
+def without_batch(text: str) -> str:
+    """A fix without the name that the user gave to the batch."""
+    return _NAMED_BATCH.sub(f"{_LOOK_AT}'batch'", text)
 
 
 _HISTORY = {

@@ -21,6 +21,7 @@ from starlette.responses import Response
 
 from fp8watch_server.db.fence import RunHasMoved, is_fenced
 from fp8watch_server.db.shards import ShardAway
+from fp8watch_server.http.away_page import asked_by_a_person, away_page
 
 log = logging.getLogger("fp8watch.collector")
 
@@ -108,6 +109,8 @@ def _on_validation(request: Request, e: Exception) -> Response:
 
 def _on_database(request: Request, e: Exception) -> Response:
     log.warning("%s %s: database: %s", request.method, request.url.path, str(e).splitlines()[0])
+    if asked_by_a_person(request.scope):
+        return away_page(RETRY_AFTER_S, _why_not(e))
     return Problem(
         503,
         _why_not(e),

@@ -18,6 +18,8 @@ from fp8watch_server.store.rows import RunWithSessions, SessionRow, SiteRow
 
 Dict = dict[str, Any]
 NUM_LEFT_OUT = 40
+NAMED = ("left_out", "not_taken", "not_counted", "silent", "not_in_fp8")
+"""Lists of `coverage` that hold [module, reason]."""
 NUM_RANKS = 32
 NUM_PRECISIONS = 16
 PRECISION = "precision."

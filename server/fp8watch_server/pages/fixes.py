@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 from markupsafe import Markup, escape
 
-from fp8watch_server.pages.markdown import inline
+from fp8watch_server.pages.markdown import prose
 
 MAX_CHARS = 4000
 _VALUE = r"[\w+-]+(?:\.\d+)?(?:e-?\d+)?"
@@ -50,7 +50,7 @@ def render(text: str) -> Markup:
     at = 0
     for match in _SNIPPET.finditer(text[:MAX_CHARS]):
         snippet = next(group for group in match.groups() if group is not None)
-        out += [inline(text[at : match.start()]), Markup("<code>{}</code>").format(snippet)]
+        out += [prose(text[at : match.start()]), Markup("<code>{}</code>").format(snippet)]
         at = match.end()
     rest = text[at:MAX_CHARS]
-    return Markup("").join([*out, inline(rest), escape("…" if len(text) > MAX_CHARS else "")])
+    return Markup("").join([*out, prose(rest), escape("…" if len(text) > MAX_CHARS else "")])

@@ -24,6 +24,7 @@ ABSENT = "–"
 NONFINITE = {"nan": "NaN", "inf": "+Inf", "+inf": "+Inf", "-inf": "−Inf", "infinity": "+Inf", "-infinity": "−Inf"}
 WHOLE_CHARS, TAIL_CHARS = 24, 10
 MAX_NAME_CHARS = 240  # more is cut in the text itself; less is cut by the style sheet, with the whole name as title
+MAX_TEXT_CHARS = 8000
 
 FIELD_LABELS = {f.name: f.label for f in FIELDS if f.label} | {
     "loss_scale": "loss scale",
@@ -170,6 +171,12 @@ def cut(text: object) -> str:
     """A name of any length, short enough for a page."""
     s = str(text)
     return s if len(s) <= MAX_NAME_CHARS else f"{s[:MAX_NAME_CHARS]}… ({len(s)} characters)"
+
+
+def whole(text: object) -> str:
+    """What somebody wrote, or a sentence of the collector: as long as the API takes a comment."""
+    s = str(text)
+    return s if len(s) <= MAX_TEXT_CHARS else f"{s[:MAX_TEXT_CHARS]}… ({len(s)} characters)"
 
 
 def in_two(text: object) -> tuple[str, str]:

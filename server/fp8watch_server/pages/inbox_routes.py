@@ -95,13 +95,11 @@ def tiles_svg(request: Request, incident_id: str) -> Response:
     with _connect(request) as conn:
         incident = lookup.find_incident(conn, incident_id)
         found = _tiles(conn, incident)
-        tile_map = (
-            queries.tile_map(conn, incident["run_id"], found[0], incident["first_step"], found[1]) if found else None
-        )
-    if tile_map is None:
+        kept = queries.kept_map(conn, incident["run_id"], found[0], incident["first_step"], found[1]) if found else None
+    if kept is None:
         return Response("no tile map of its first step was kept\n", status_code=404, media_type="text/plain")
-    headers = {"cache-control": "private, max-age=86400"}
-    return Response(thumbnail(tile_map), media_type="image/svg+xml", headers=headers)
+    headers = {"cache-control": "private, max-age=86400"}  # the inbox asks by another address when the incident moves
+    return Response(thumbnail(kept.tiles), media_type="image/svg+xml", headers=headers)
 
 
 @router.get("/runbooks")

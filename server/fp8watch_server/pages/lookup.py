@@ -47,6 +47,11 @@ def site_url(run_id: str, site: int) -> str:
     return f"{run_url(run_id)}/sites/{site}"
 
 
+def nearest(steps: Sequence[int], step: int) -> int | None:
+    """The one of these steps that lies nearest; None where there is none."""
+    return min(steps, key=lambda s: abs(s - step), default=None)
+
+
 def tile_map_url(
     run_id: str, site: int, step: int | None, rank: int | None = None, tile: tuple[int, int] | None = None
 ) -> str:

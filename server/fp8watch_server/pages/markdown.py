@@ -50,6 +50,12 @@ def inline(text: str) -> Markup:
     return Markup("".join(out))
 
 
+def prose(text: str) -> Markup:
+    """A sentence of the collector: `code` is code. The names in it are other people's, so that nothing else is read as markup."""
+    parts = (f"<code>{escape(part)}</code>" if i % 2 else str(escape(part)) for i, part in enumerate(_CODE.split(text)))
+    return Markup("".join(parts))
+
+
 def _cells(line: str) -> list[str]:
     return [c.strip() for c in line.strip().strip("|").split("|")]
 

@@ -6,6 +6,7 @@ Thread:     any
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from sqlalchemy import Connection
@@ -18,8 +19,10 @@ from fp8watch_server.pages.error_pages import Link, PageProblem
 from fp8watch_server.pages.headline import need_of
 from fp8watch_server.pages.lookup import Dict
 from fp8watch_server.store import queries, run_list
+from fp8watch_server.store.fields import name_of
 from fp8watch_server.store.incident_states import ACKNOWLEDGED, ASKS_TO_BE_SEEN, OPEN, UNSEEN
 from fp8watch_server.store.rows import IncidentRow, IncidentWithEvents, RunRow, SiteRow
+from fp8watch_server.store.tile_maps import FLAG_ORDER, KeptMap, amax_of, worst_first
 
 SEVERITIES = ("critical", "warning", "info")
 NEAR = (8, 64)  # "now" in a table of sites: the newest of so many steps, for sites that are not in every one
@@ -30,9 +33,6 @@ SPARK_POINTS = 120
 STATE_ORDER = {OPEN: 0, UNSEEN: 1, ACKNOWLEDGED: 2}
 NUM_FLAGGED = 24
 OPERANDS = ("input", "weight", "grad_output")
-# What makes a tile worth listing, worst first. Zero, eps and underflow tiles are everyday, so they are only counted.
-FLAG_ORDER = (TileFlag.NAN, TileFlag.INF, TileFlag.SENTINEL, TileFlag.OFF_SCALE, TileFlag.SATURATED)
-LOUD = sum(int(flag) for flag in FLAG_ORDER)  # a plain int: an enum costs microseconds a tile, and there are millions
 NOISELESS_MARGIN_DB = 99.0
 HEALTHY_SQNR_DB = {"E4M3": 28.0, "E5M2": 22.0, "E2M1": 14.0}  # below these, a format gives away what it could hold
 
@@ -230,17 +230,12 @@ def _distance(error: object) -> float:
     return value if value == value else float("inf")
 
 
-def flagged_tiles(tile_map: Dict, site: SiteRow) -> list[Dict]:
-    """Tiles that stand out, worst first, with the elements they cover."""
-    columns = tile_map["shape"][1]
-    special = {int(i): v for i, v in tile_map.get("nonfinite") or []}
+def flagged_tiles(kept: KeptMap, site: SiteRow) -> list[Dict]:
+    """Tiles of a whole map that stand out, worst first, with the elements they cover."""
+    tiles = kept.tiles
     rows: list[Dict] = []
-    scale_special = {int(i): v for i, v in tile_map.get("nonfinite_scale_inv") or []}
-    for index, bits in enumerate(tile_map["flags"]):
-        if not bits & LOUD:
-            continue
-        ranks = [i for i, flag in enumerate(FLAG_ORDER) if bits & flag]
-        tile = divmod(index, columns)
+    for index in worst_first(tiles, NUM_FLAGGED):
+        tile, bits = divmod(index, tiles.shape[1]), int(tiles.flags[index])
         rows.append(
             {
                 "tile": tile,
@@ -248,14 +243,17 @@ def flagged_tiles(tile_map: Dict, site: SiteRow) -> list[Dict]:
                 "flags": [
                     (str(flag.name).replace("_", "-").lower(), flag in FLAG_ORDER) for flag in TileFlag if bits & flag
                 ],
-                "amax": special.get(index, tile_map["amax"][index]),
-                "scale_inv": scale_special.get(index, tile_map["scale_inv"][index]),
-                "num_nonfinite": tile_map["num_nonfinite"][index],
-                "num_underflow": tile_map["num_underflow"][index],
-                "key": (ranks[0], -(tile_map["num_nonfinite"][index] or 0), index),
+                "amax": _named(float(amax_of(tiles.amax[index : index + 1])[0])),
+                "scale_inv": _named(float(tiles.scale_inv[index])),
+                "num_nonfinite": int(tiles.num_nonfinite[index]),
+                "num_underflow": int(tiles.num_underflow[index]) if kept.underflow_is_known else None,
             }
         )
-    return sorted(rows, key=lambda r: r["key"])[:NUM_FLAGGED]
+    return rows
+
+
+def _named(value: float) -> float | str:
+    return value if math.isfinite(value) else name_of(value)
 
 
 def elements(tile: tuple[int, int], site: SiteRow) -> str:

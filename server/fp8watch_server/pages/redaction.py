@@ -1,4 +1,4 @@
-"""Names of a run, its modules, hosts and people replaced by others, the same for the same, for a report that goes elsewhere.
+"""Names of a run, its modules, hosts, people and logged scalars replaced by others, for a report that goes elsewhere.
 
 Shapes:     what a report shows (dicts, lists, text) -> the same with other names
 Thread:     any; pure functions

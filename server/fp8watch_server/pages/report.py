@@ -26,7 +26,7 @@ router = APIRouter(include_in_schema=False)
 
 @router.get("/incidents/{incident_id}/report.html")
 def report(request: Request, incident_id: str, redact: str = "") -> HTMLResponse:
-    """The incident as a file. `?redact=1`: with other names of runs, modules, hosts and people."""
+    """The incident as a file. `?redact=1`: with other names of runs, modules, hosts, people, batches and logged scalars."""
     with connect_for(request) as conn:
         incident = lookup.find_incident(conn, incident_id)
         of = subject_of(conn, incident, redact=redact not in ("", "0"))

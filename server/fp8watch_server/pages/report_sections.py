@@ -11,9 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+import numpy as np
 from markupsafe import Markup
 from sqlalchemy import Connection
 
+from fp8watch_server.detect.remedies import without_batch
 from fp8watch_server.pages import (
     coverage,
     first_chart,
@@ -26,13 +28,15 @@ from fp8watch_server.pages import (
 )
 from fp8watch_server.pages.redaction import Redaction
 from fp8watch_server.pages.thumbnail import thumbnail
-from fp8watch_server.store import queries
+from fp8watch_server.store import logged_names, queries
 from fp8watch_server.store.rows import IncidentWithEvents, RunWithSessions, SiteRow
+from fp8watch_server.store.tile_maps import KeptMap, amax_of
 
 Dict = dict[str, Any]
 
 BEFORE, AFTER = 64, 64
 POINTS = 400
+MAX_LOGGED = 4096
 TILES = (96, 192)
 FACTS = ("recipe", "backend", "world_size", "attempt")
 OPEN_FACTS = ("kind", "observe_only", "gemm", "warmup_steps", "num_linears", "gemm_flops_observed")
@@ -88,25 +92,24 @@ def tiles(of: Subject) -> Section | None:
     found = _map(of)
     if found is None or of.site is None:
         return None
-    picture = Markup(thumbnail(found, TILES))
-    flagged = page_queries.flagged_tiles(found, of.site)
-    known = [v for v in found["amax"] if v]
+    amax = amax_of(found.tiles.amax)
+    known = amax[np.isfinite(amax) & (amax > 0)]
     values = {
-        "picture": picture,
-        "flagged": flagged,
-        "map": found,
-        "low": min(known, default=None),
-        "high": max(known, default=None),
+        "picture": Markup(thumbnail(found.tiles, TILES)),
+        "flagged": page_queries.flagged_tiles(found, of.site),
+        "shape": found.tiles.shape,
+        "low": float(known.min()) if known.size else None,
+        "high": float(known.max()) if known.size else None,
     }
-    where = f"{of.site['module']} {of.site['operand']}, step {found['step']}, rank {found['rank']}"
+    where = f"{of.site['module']} {of.site['operand']}, step {found.tiles.step}, rank {found.rank}"
     return Section("Tiles", "report/tiles.html", values, where)
 
 
-def _map(of: Subject) -> Dict | None:
+def _map(of: Subject) -> KeptMap | None:
     if of.site is None:
         return None
     rank = (of.incident["place"]["ranks"] or [0])[0]
-    return queries.tile_map(of.conn, of.run_id, of.site["id"], of.incident["first_step"], rank)
+    return queries.kept_map(of.conn, of.run_id, of.site["id"], of.incident["first_step"], rank)
 
 
 def charts(of: Subject) -> Section | None:
@@ -222,12 +225,18 @@ def subject_of(conn: Connection, incident: IncidentWithEvents, *, redact: bool) 
         return Subject(conn, run["id"], run, incident, sites, site)
     names = {run["id"]: "run", run["name"]: "run", incident["owner"]: "owner"}
     names |= {s["host"]: f"host{i}" for i, s in enumerate(run["sessions"])}
+    logged, _ = logged_names.names(conn, run["id"], MAX_LOGGED)
+    names |= {name: f"scalar{i}" for i, name in enumerate(logged, 1) if not name.isdigit()}
     place = incident["place"]["module"]
-    rename = Redaction([s["module"] for s in sites] + ([place] if place else []), names)
+    covered = coverage.coverage(run, sites)
+    unobserved = [name for key in coverage.NAMED for name, *_ in covered[key]]
+    rename = Redaction([s["module"] for s in sites] + unobserved + ([place] if place else []), names)
     known = {s["id"]: rename({k: s[k] for k in ("module",)}) for s in sites}
     renamed = [cast(SiteRow, {**s, **known[s["id"]]}) for s in sites]
     closed: Dict = {**incident, "title": rename(incident["title"]), "owner": "", "run_id": "run"}
-    for key in ("place", "cause", "fix", "alternatives", "evidence", "events"):
+    fixes = [{**f, "text": without_batch(f["text"])} for f in incident["fix"]]
+    closed["fix"] = rename(fixes)
+    for key in ("place", "cause", "alternatives", "evidence", "events"):
         closed[key] = rename(incident.get(key))
     shown: Dict = {**run, "id": "run", "name": "run", "note": "", "tags": []}
     named = next((s for s in renamed if site is not None and s["id"] == site["id"]), None)

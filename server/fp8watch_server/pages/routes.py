@@ -120,24 +120,28 @@ def tile_map_page(request: Request, run_id: str, site: str) -> HTMLResponse:
         if step is not None and step not in steps:
             raise page_queries.no_tile_map_at(run, found, rank, step, steps, back)
         step = steps[-1] if step is None else step
-        tile_map = queries.tile_map(conn, run["id"], found["id"], step, rank)
-        if tile_map is None:  # pruned since it was listed
+        kept = queries.kept_map(conn, run["id"], found["id"], step, rank)
+        if kept is None:  # pruned since it was listed
             raise page_queries.no_tile_map_at(run, found, rank, step, steps, back)
         if rank is None:  # ranks keep different steps: the slider covers those of the rank that is shown
-            steps = queries.steps_available(conn, run["id"], found["id"], tile_map["rank"])
+            steps = queries.steps_available(conn, run["id"], found["id"], kept.rank)
         return page(
             request,
             "tile_map.html",
             watch=watch,
             run=run,
             site=found,
-            siblings=[s for s in sites if s["module"] == found["module"]],
+            siblings=[
+                (s, lookup.nearest(queries.steps_available(conn, run["id"], s["id"], rank), step))
+                for s in sites
+                if s["module"] == found["module"]
+            ],
             step=step,
             steps=steps,
-            rank=tile_map["rank"],
+            rank=kept.rank,
             tile=lookup.coordinates(query.get("tile")),
-            map=tile_map,
-            flagged=page_queries.flagged_tiles(tile_map, found),
+            shape=kept.tiles.shape,
+            flagged=page_queries.flagged_tiles(kept, found),
             seen=page_queries.seen_here(conn, run["id"], found),
         )
 
@@ -161,26 +165,28 @@ def site_page(request: Request, run_id: str, site: str) -> HTMLResponse:
             for s in (found, other)
             if s
         ]
-        num_maps = {s["id"]: len(queries.steps_available(conn, run["id"], s["id"])) for s in (found, other) if s}
+        kept = {s["id"]: queries.steps_available(conn, run["id"], s["id"]) for s in (found, other) if s}
+        step = lookup.integer("step", request.query_params.get("step"), back)
         return page(
             request,
             "site.html",
             watch=watch,
             run=run,
             site=found,
-            step=lookup.integer("step", request.query_params.get("step"), back),
+            step=step,
             siblings=siblings,
             twin=twin,
             other=other,
             charts=site_charts.served(found),
             chart_sites=[
-                {"id": s["id"], "maps": num_maps[s["id"]] > 0, "direction": s["direction"]} for s in (found, other) if s
+                {"id": s["id"], "maps": kept[s["id"]], "direction": s["direction"]} for s in (found, other) if s
             ],
             now=page_queries.site_now(conn, run, found),
             incidents=incidents,
             marks=marks,
             amax=first_site_chart.amax_charts(amax, marks, low, high),
-            num_maps=num_maps[found["id"]],
+            num_maps=len(kept[found["id"]]),
+            map_step=None if step is None else lookup.nearest(kept[found["id"]], step),
             forecasts=forecasts.of_site(conn, run, found),
             merged_steps=coverage.merged_steps(run["sessions"]),
         )

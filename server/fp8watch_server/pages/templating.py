@@ -14,7 +14,7 @@ from typing import Any
 from fastapi import Request, Response
 from fastapi.responses import HTMLResponse, StreamingResponse
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from fp8watch_server.incidents.bidi import visible
 from fp8watch_server.pages import assets, fixes, formatting, markdown
@@ -25,13 +25,25 @@ PART = Markup("<!-- -->")
 """Where a page that is sent in parts may be cut; on others a comment."""
 
 
+class Exact(Markup):
+    """Text as it is stored, escaped: for what a form offers and a script sends back, where names must not be spelt otherwise."""
+
+
+def _exact(value: object) -> Exact:
+    return Exact(escape(value))
+
+
+def _finalize(value: Any) -> Any:
+    return value if isinstance(value, Exact) else visible(value)
+
+
 @lru_cache(maxsize=1)
 def environment() -> Environment:
     """The Jinja environment of the pages."""
     env = Environment(
         loader=PackageLoader("fp8watch_server.pages"),
         autoescape=True,
-        finalize=visible,
+        finalize=_finalize,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -48,6 +60,7 @@ def environment() -> Environment:
         ago=formatting.ago,
         clock=formatting.clock,
         cut=formatting.cut,
+        whole=formatting.whole,
         in_two=formatting.in_two,
         fix=fixes.render,
         to_copy=fixes.to_copy,
@@ -55,6 +68,8 @@ def environment() -> Environment:
         details=formatting.details,
         segment=formatting.segment,
         inline=markdown.inline,
+        exact=_exact,
+        prose=markdown.prose,
     )
     env.globals.update(static=assets.static_url, plotly_url=assets.plotly_url, part=lambda: PART)
     return env

@@ -6,31 +6,33 @@ Thread:     worker threads of the server
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from fp8watch_agent.record import TileFlag
+from fp8watch_agent.record import TileFlag, TileMap
+from fp8watch_server.store.tile_maps import amax_of
 
 ROWS, COLUMNS, CELL = 24, 48, 2
 MAX_PATHS = 64
 RAMP = ("#2b1a4f", "#3b3f86", "#31678d", "#238b8d", "#35b179", "#90d743", "#fde725")
 """As `--map-0` … of static/fp8watch.css in the dark theme."""
 ZERO, BROKEN = "#232b34", "#ff7a45"
+INF = 0x7F80
+"""Of bfloat16, whose bits without a sign are in the order of what they mean."""
 BAD = int(TileFlag.NAN | TileFlag.INF | TileFlag.SENTINEL | TileFlag.OFF_SCALE)
 
 
-def thumbnail(tile_map: Mapping[str, Any], at_most: tuple[int, int] = (ROWS, COLUMNS)) -> str:
+def thumbnail(tiles: TileMap, at_most: tuple[int, int] = (ROWS, COLUMNS)) -> str:
     """The picture, longer side across, of at most so many rows and columns."""
-    rows, columns = tile_map["shape"]
-    amax = np.array([v if v is not None else np.nan for v in tile_map["amax"]], dtype=np.float64).reshape(rows, columns)
-    bad = (np.asarray(tile_map["flags"], dtype=np.int64).reshape(rows, columns) & BAD) != 0
+    rows, columns = tiles.shape
+    bad = (tiles.flags.reshape(rows, columns) & BAD) != 0
+    finite = np.where(tiles.amax < INF, tiles.amax, 0).reshape(rows, columns)
     if rows > columns:
-        amax, bad = amax.T, bad.T
-    with np.errstate(divide="ignore", invalid="ignore"):
-        octaves = np.where(np.isfinite(amax) & (amax > 0), np.log2(amax), -np.inf)
-    level, broken = _pool(octaves, at_most), _pool(bad.astype(np.float64), at_most) > 0
+        finite, bad = finite.T, bad.T
+    broken = _pool(bad, at_most)
+    with np.errstate(divide="ignore"):
+        level = np.log2(amax_of(_pool(finite, at_most)).astype(np.float64))
     known = level[np.isfinite(level)]
     low, high = (float(known.min()), float(known.max())) if known.size else (0.0, 1.0)
     step = np.where(np.isfinite(level), (level - low) / max(high - low, 1e-9) * (len(RAMP) - 1), -1)

@@ -38,7 +38,7 @@ from fp8watch_server.store.rows import (
     SiteRow,
 )
 from fp8watch_server.store.series import histogram, newest, scalars, series, several_scalars, several_series
-from fp8watch_server.store.tile_maps import steps_available, tile_map
+from fp8watch_server.store.tile_maps import kept_map, steps_available, tile_map
 
 __all__ = [
     "MAX_STEP",
@@ -54,6 +54,7 @@ __all__ = [
     "incidents",
     "incidents_of",
     "incidents_page",
+    "kept_map",
     "newest",
     "run",
     "runs",

@@ -8,6 +8,7 @@ Kept are the maps of a run's newest 256 steps, and those within 16 steps of an i
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,13 @@ KEEP_NEWEST_STEPS = 256
 KEEP_AROUND_INCIDENT_STEPS = 16
 MAX_SHOWN_TILES = 1 << 19
 """Of one map, in an answer or on a page."""
+FLAG_ORDER = (TileFlag.NAN, TileFlag.INF, TileFlag.SENTINEL, TileFlag.OFF_SCALE, TileFlag.SATURATED)
+"""What makes a tile stand out, worst first. Zero, eps and underflow tiles are everyday."""
+LOUD = sum(int(flag) for flag in FLAG_ORDER)
+_WORST_FLAG = np.array(
+    [next((i for i, flag in enumerate(FLAG_ORDER) if bits & flag), len(FLAG_ORDER)) for bits in range(256)]
+)
+"""Flags of a tile -> the place of its worst one in FLAG_ORDER."""
 BROKEN = int(TileFlag.NAN | TileFlag.INF | TileFlag.SENTINEL | TileFlag.OFF_SCALE)
 
 
@@ -125,18 +133,26 @@ def kept_between(conn: Connection, run_id: str, first: int, last: int) -> dict[s
     return out
 
 
-def tile_map(
+@dataclass(frozen=True)
+class KeptMap:
+    """A tile map as it was kept, whole."""
+
+    tiles: TileMap
+    rank: int
+    ranks: list[int]
+    """All that have one of this step."""
+    steps: list[int]
+    """All steps of the site with a map, ascending."""
+    underflow_is_known: bool
+    """False where only codes were seen, which do not tell it."""
+
+
+def kept_map(
     conn: Connection, run_id: str, site: int, step: int | None = None, rank: int | None = None
-) -> dict[str, Any] | None:
-    """Every tile of a site in a step, row-major.
+) -> KeptMap | None:
+    """The map of a site in a step; None where there is none.
 
-    {site, step, rank, ranks, shape, cut, amax, scale_inv, flags, num_nonfinite,
-    num_underflow, nonfinite, nonfinite_scale_inv, steps_available}; None where there is no such map.
-
-    `step=None` is the newest that is kept, `rank=None` the lowest that has it. `flags` are record.TileFlag.
-    `nonfinite` marks amax, `nonfinite_scale_inv` scale_inv: [[index, "nan" | "inf" | "-inf"], …]. `num_underflow` is null
-    throughout where only codes were seen, which do not tell it. Of a map of more than MAX_SHOWN_TILES these are its first rows,
-    `shape` is theirs, and `cut` is {shape: of the whole map, num_broken: tiles with NaN, Inf, sentinel or off-scale in the rest}, else null.
+    `step=None` is the newest that is kept, `rank=None` the lowest that has it.
     """
     steps = steps_available(conn, run_id, site, rank)
     if not steps:
@@ -151,45 +167,96 @@ def tile_map(
     chosen = next((row for row in rows if rank is None or row.rank == rank), None)
     if chosen is None:
         return None
-    got: TileMap = decode_tile_maps(bytes(chosen.body)).maps[0]
-    shape = _shown(got.shape)
-
-    def shown(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        return values.reshape(got.shape)[: shape[0], : shape[1]].ravel()
-
-    flags = shown(got.flags)
-    amax = (shown(got.amax).astype(np.uint32) << 16).view(np.float32)  # bfloat16 is the upper half of a float32
-    everywhere = np.ones(len(amax), dtype=bool)
     s = t.site.c
     of_site = (s.run_id == run_id, s.tenant == t.DEFAULT_TENANT, s.site == site)
     evidence = conn.execute(sa.select(s.evidence).where(*of_site)).scalar() or {}
+    tiles: TileMap = decode_tile_maps(bytes(chosen.body)).maps[0]
+    ranks = sorted({row.rank for row in rows})
+    return KeptMap(tiles, chosen.rank, ranks, steps, evidence.get("cast") != "absent")
+
+
+def tile_map(
+    conn: Connection,
+    run_id: str,
+    site: int,
+    step: int | None = None,
+    rank: int | None = None,
+    row: int | None = None,
+) -> dict[str, Any] | None:
+    """`shown_map` of `kept_map`; None where there is no such map."""
+    kept = kept_map(conn, run_id, site, step, rank)
+    return None if kept is None else shown_map(kept, row)
+
+
+def shown_map(kept: KeptMap, row: int | None = None) -> dict[str, Any]:
+    """Every tile of a map, row-major, for JSON.
+
+    {site, step, rank, ranks, shape, row0, cut, amax, scale_inv, flags, num_nonfinite,
+    num_underflow, nonfinite, nonfinite_scale_inv, steps_available}. `flags` are record.TileFlag.
+    `nonfinite` marks amax, `nonfinite_scale_inv` scale_inv: [[index, "nan" | "inf" | "-inf"], …]. `num_underflow` is null
+    throughout where it is not known. Of a map of more than MAX_SHOWN_TILES these are the rows around `row`, by default around
+    its worst tile: `shape` is theirs, `row0` the first of them, and `cut` is
+    {shape: of the whole map, num_broken: tiles with NaN, Inf, sentinel or off-scale in the rest}, else null.
+    """
+    tiles = kept.tiles
+    row0, shape = _window(tiles, row)
+
+    def shown(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        return values.reshape(tiles.shape)[row0 : row0 + shape[0], : shape[1]].ravel()
+
+    flags = shown(tiles.flags)
+    amax = amax_of(shown(tiles.amax))
+    everywhere = np.ones(len(amax), dtype=bool)
     amax_data, amax_marks = as_data(amax, everywhere)
-    scale_data, scale_marks = as_data(shown(got.scale_inv), everywhere)
+    scale_data, scale_marks = as_data(shown(tiles.scale_inv), everywhere)
     cut = None
-    if shape != got.shape:
-        cut = {"shape": list(got.shape), "num_broken": _num_broken(got.flags) - _num_broken(flags)}
+    if shape != tiles.shape:
+        cut = {"shape": list(tiles.shape), "num_broken": _num_broken(tiles.flags) - _num_broken(flags)}
     return {
-        "site": site,
-        "step": wanted,
-        "rank": chosen.rank,
-        "ranks": sorted({row.rank for row in rows}),
+        "site": tiles.site,
+        "step": tiles.step,
+        "rank": kept.rank,
+        "ranks": kept.ranks,
         "shape": list(shape),
+        "row0": row0,
         "cut": cut,
         "amax": amax_data,
         "scale_inv": scale_data,
         "flags": flags.tolist(),
-        "num_nonfinite": shown(got.num_nonfinite).tolist(),
-        "num_underflow": [None] * len(amax) if evidence.get("cast") == "absent" else shown(got.num_underflow).tolist(),
+        "num_nonfinite": shown(tiles.num_nonfinite).tolist(),
+        "num_underflow": shown(tiles.num_underflow).tolist() if kept.underflow_is_known else [None] * len(amax),
         "nonfinite": amax_marks,
         "nonfinite_scale_inv": scale_marks,
-        "steps_available": steps,
+        "steps_available": kept.steps,
     }
 
 
-def _shown(shape: tuple[int, int]) -> tuple[int, int]:
-    """The rows and columns of a map that are given away."""
-    columns = min(shape[1], MAX_SHOWN_TILES)
-    return min(shape[0], MAX_SHOWN_TILES // max(columns, 1)), columns
+def worst_first(tiles: TileMap, at_most: int) -> list[int]:
+    """Indices of tiles that stand out: by flag, then by how many elements are non-finite, then as they lie."""
+    loud = np.flatnonzero(tiles.flags & LOUD)
+    mildness = 0xFFFF - tiles.num_nonfinite[loud].astype(np.int64)
+    key = (_WORST_FLAG[tiles.flags[loud]] << 48) | (mildness << 32) | loud
+    if len(key) > at_most:
+        key = np.partition(key, at_most - 1)[:at_most]
+    return [int(k) & 0xFFFFFFFF for k in np.sort(key)]
+
+
+def amax_of(bits: npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:
+    """Values of bfloat16 bits, which are the upper half of a float32."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def _window(tiles: TileMap, row: int | None) -> tuple[int, tuple[int, int]]:
+    """First row of what is given of a map, and how many rows and columns."""
+    rows, columns = tiles.shape
+    shown = min(columns, MAX_SHOWN_TILES)
+    num_rows = min(rows, MAX_SHOWN_TILES // max(shown, 1))
+    if num_rows == rows:
+        return 0, (rows, shown)
+    if row is None:
+        worst = worst_first(tiles, 1)
+        row = worst[0] // columns if worst else 0
+    return min(max(0, row - num_rows // 2), rows - num_rows), (num_rows, shown)
 
 
 def _num_broken(flags: npt.NDArray[np.uint8]) -> int:

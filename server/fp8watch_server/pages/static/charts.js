@@ -105,10 +105,11 @@ export function line(series, { name, colour: stroke, unit = "", scale = null, ax
   }
   if (special.size) {
     const marks = [...special].sort(([a], [b]) => a - b);
+    const lossless = (w) => unit === "dB" && w === "inf"; // of an SQNR the best that there is
     traces.push({
       x: marks.map(([i]) => series.steps[i]), y: marks.map(() => at), yaxis: row, type: "scatter", mode: "markers", name: `${name} non-finite`, meta: "mark", showlegend: false,
-      marker: { symbol: marks.map(([, w]) => SYMBOLS[w] ?? "x"), color: colour("critical"), size: 8, line: { width: 0 } }, cliponaxis: false,
-      customdata: marks.map(([, w]) => NAMES[w] ?? w), hovertemplate: `${text(name)} is %{customdata} at step %{x}<extra></extra>`,
+      marker: { symbol: marks.map(([, w]) => SYMBOLS[w] ?? "x"), color: marks.map(([, w]) => (lossless(w) ? stroke : colour("critical"))), size: 8, line: { width: 0 } }, cliponaxis: false,
+      customdata: marks.map(([, w]) => (lossless(w) ? "+Inf: nothing was lost" : NAMES[w] ?? w)), hovertemplate: `${text(name)} is %{customdata} at step %{x}<extra></extra>`,
     });
   }
   const zeros = scale === "log2" ? series.steps.filter((_, i) => series.values[i] === 0 && !special.has(i)) : [];

@@ -8,7 +8,7 @@ import { asked, followZoom, shownRange, zoomsOf } from "./range.js";
 
 const { run: runUrl, operand, step } = document.body.dataset;
 const told = (name) => JSON.parse(document.body.dataset[name]); // anew each time: it changes while the page is open
-const SITES = told("sites"); // one, or both directions: [{id, maps}]
+const SITES = told("sites"); // one, or both directions: [{id, maps: the steps of which one was kept}]
 const POINTS = 800;
 const CHARTS = told("charts"); // the rows of pages/site_charts.py
 
@@ -21,7 +21,9 @@ const marked = () => [
 
 export function goToMap(element, { id }) {
   element.on("plotly_click", ({ points }) => {
-    if (told("sites").some((site) => site.id === id && site.maps)) location.assign(`${runUrl}/sites/${id}/tile-map?step=${Math.round(points[0].x)}`);
+    const kept = told("sites").find((site) => site.id === id)?.maps ?? [], at = points[0].x;
+    const nearest = kept.reduce((best, step) => (best === null || Math.abs(step - at) < Math.abs(best - at) ? step : best), null);
+    if (nearest !== null) location.assign(`${runUrl}/sites/${id}/tile-map?step=${nearest}`);
   });
 }
 

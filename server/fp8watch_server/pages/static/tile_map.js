@@ -23,6 +23,7 @@ class TileMapView {
     this.tooltip = panel.querySelector("[data-tooltip]");
     this.readout = panel.querySelector("[data-readout]");
     this.cache = new Map();
+    this.listed = Number(d.step); // the step of the table under the map
     this.steps = new Steps(panel, (step) => this.load(step));
     this.listen();
     this.load(this.steps.now);
@@ -64,32 +65,43 @@ class TileMapView {
     document.addEventListener("fp8watch:live", ({ detail }) => this.lookForSteps(detail));
   }
 
+  // A large map comes in parts: `row0` is the first row of the one that is here. Tiles are named as in the whole map.
+  get shape() { return (this.map.cut ?? this.map).shape; }
+  indexOf([r, c]) { return (r - this.map.row0) * this.map.shape[1] + c; }
+  tileOf(i) { return [this.map.row0 + Math.floor(i / this.map.shape[1]), i % this.map.shape[1]]; }
+  isHere([r, c]) { const [rows, columns] = this.map.shape; return r >= this.map.row0 && r < this.map.row0 + rows && c < columns; }
+
   arrow(event) {
     const by = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] }[event.key];
     if (!by || !this.map) return;
     event.preventDefault();
     const [dr, dc] = this.at.turned ? [by[1], by[0]] : by;
     const [r, c] = this.chosen ?? [0, 0];
-    const [rows, columns] = this.map.shape;
+    const [rows, columns] = this.shape;
     this.choose([Math.min(rows - 1, Math.max(0, r + dr)), Math.min(columns - 1, Math.max(0, c + dc))]);
   }
 
-  fetch(step) {
-    if (!this.cache.has(step)) {
+  fetch(step, row) {
+    const key = row === undefined ? step : `${step},${row}`;
+    if (!this.cache.has(key)) {
       if (this.cache.size > MAX_KEPT) this.cache.delete(this.cache.keys().next().value);
-      this.cache.set(step, api(this.panel.dataset.api, { step, rank: this.rank }).catch((e) => { this.cache.delete(step); throw e; }));
+      this.cache.set(key, api(this.panel.dataset.api, { step, rank: this.rank, ...(row === undefined ? {} : { row }) }).catch((e) => { this.cache.delete(key); throw e; }));
     }
-    return this.cache.get(step);
+    return this.cache.get(key);
   }
 
+  // Of a map that comes in parts, the one of the tile that is chosen; without one that of its worst tile.
   async load(step) {
     this.steps.show(step);
     try {
-      const map = await this.fetch(step);
+      let map = await this.fetch(step);
+      const lacks = (row) => map.cut && row < map.cut.shape[0] && (row < map.row0 || row >= map.row0 + map.shape[0]);
+      while (this.steps.now === step && lacks(this.chosen?.[0])) map = await this.fetch(step, this.chosen[0]);
       if (this.steps.now !== step) return; // the slider went on meanwhile
       const special = (list) => new Map((list ?? []).map(([i, what]) => [Number(i), what]));
       this.map = { ...map, special: special(map.nonfinite), specialScale: special(map.nonfinite_scale_inv) };
       this.flagged = loud(map);
+      this.sayCut(map);
       this.draw();
       this.list();
       this.remember();
@@ -111,10 +123,8 @@ class TileMapView {
   async nextFlagged() {
     if (!this.map) await this.load(this.steps.now); // whoever is faster than the first map is not told that nothing stands out
     if (!this.flagged?.length) return this.say("No tile stands out in this step.");
-    const columns = this.map.shape[1];
-    const at = this.chosen ? this.chosen[0] * columns + this.chosen[1] : -1;
-    const next = this.flagged.find((i) => i > at) ?? this.flagged[0];
-    this.choose([Math.floor(next / columns), next % columns]);
+    const at = this.chosen ? this.indexOf(this.chosen) : -1;
+    this.choose(this.tileOf(this.flagged.find((i) => i > at) ?? this.flagged[0]));
   }
 
   // The worst tile of the worst step that was kept. A click before the first map has come waits for it.
@@ -122,14 +132,15 @@ class TileMapView {
     this.steps.stop();
     await this.steps.known;
     const step = this.steps.worst();
+    this.chosen = null;
     await this.load(step);
     if (!this.map || this.steps.now !== step) return; // not to be had, or the slider went on meanwhile
-    const i = worstTile(this.map), columns = this.map.shape[1];
-    this.choose([Math.floor(i / columns), i % columns]);
+    this.choose(this.tileOf(worstTile(this.map)));
   }
 
   choose(tile) {
     this.chosen = tile;
+    if (this.map?.cut && tile[0] < this.shape[0] && !this.isHere(tile)) return this.load(this.steps.now);
     this.drawOverlay();
     this.remember();
   }
@@ -168,9 +179,8 @@ class TileMapView {
     g.drawImage(this.base, 0, 0);
     g.scale(ratio, ratio);
     const frame = (tile, stroke, width, out) => {
-      const [rows, columns] = this.map.shape;
-      if (!tile || tile[0] >= rows || tile[1] >= columns) return;
-      const [x, y] = this.at.place(tile[0] * columns + tile[1]);
+      if (!tile || !this.isHere(tile)) return;
+      const [x, y] = this.at.place(this.indexOf(tile));
       g.strokeStyle = stroke;
       g.lineWidth = width;
       const w = Math.max(9, cellX), h = Math.max(9, cellY);
@@ -189,7 +199,8 @@ class TileMapView {
     const [r, c] = turned ? [x, y] : [y, x];
     const [rows, columns] = this.map.shape;
     if (r < 0 || c < 0 || r >= rows || c >= columns) return null;
-    return this.snap(r, c, x, y);
+    const [row, column] = this.snap(r, c, x, y);
+    return [this.map.row0 + row, column];
   }
 
   // Where tiles are smaller than a pointer can hit, the nearest one that stands out is meant.
@@ -226,8 +237,8 @@ class TileMapView {
 
   describe(tile) {
     if (!tile) return this.say("Point at a tile, or choose one with a click or the arrow keys.");
-    const [rows, columns] = this.map.shape;
-    if (tile[0] >= rows || tile[1] >= columns) return this.say(`Tile (${tile.join(", ")}) is outside this map of ${rows} × ${columns}.`);
+    const [rows, columns] = this.shape;
+    if (!this.isHere(tile)) return this.say(`Tile (${tile.join(", ")}) is outside this map of ${rows} × ${columns}.`);
     this.readout.replaceChildren(...this.words(tile, false));
   }
 
@@ -235,17 +246,32 @@ class TileMapView {
     this.readout.replaceChildren(Object.assign(document.createElement("p"), { className: "muted", textContent: what }));
   }
 
+  sayCut({ cut, row0, shape }) {
+    const hint = document.querySelector("[data-map-cut]");
+    if (!hint) return;
+    hint.hidden = !cut;
+    if (cut) hint.textContent = `Rows ${row0} to ${row0 + shape[0] - 1} of a map of ${cut.shape.join(" × ")} tiles are drawn; ${cut.num_broken} of the other tiles ${cut.num_broken === 1 ? "is" : "are"} non-finite, sentinel or off-scale.`;
+  }
+
   // The table under the map follows the slider.
   list() {
     const table = document.querySelector("[data-map-flagged]"), step = this.steps.now;
-    const first = this.listed === undefined;
     if (this.listed === step) return;
     this.listed = step;
-    if (!table || !this.whole || first) return;
-    fetch(`${this.panel.dataset.page}?step=${step}&rank=${this.rank}`, { headers: { accept: "text/html" } }).then((a) => a.text()).then((html) => {
+    if (!table || !this.whole) return;
+    const show = (...rows) => { if (step === this.steps.now) table.replaceChildren(...rows); };
+    fetch(`${this.panel.dataset.page}?step=${step}&rank=${this.rank}`, { headers: { accept: "text/html" } }).then((a) => {
+      if (!a.ok) throw new Error(String(a.status));
+      return a.text();
+    }).then((html) => {
       const fresh = new DOMParser().parseFromString(html, "text/html").querySelector("[data-map-flagged]");
-      if (fresh && step === this.steps.now) table.replaceChildren(...[...fresh.children].map((row) => document.adoptNode(row)));
-    }).catch(() => {});
+      show(...[...fresh.children].map((row) => document.adoptNode(row)));
+    }).catch((e) => {
+      const row = document.createElement("tr"), cell = row.insertCell();
+      Object.assign(cell, { colSpan: 7, className: "muted", textContent: `The tiles of step ${step} could not be listed (${e.message}).` });
+      this.listed = undefined; // the next look at this step asks again
+      show(row);
+    });
   }
 }
 

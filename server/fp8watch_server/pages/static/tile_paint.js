@@ -81,7 +81,7 @@ export function paint(map, quantity, at, size, ratio, flagged) {
   g.imageSmoothingEnabled = false;
   g.drawImage(small, MARGIN.left, MARGIN.top, at.width, at.height);
   lines(g, at);
-  axes(g, at);
+  axes(g, at, map.row0);
   marks(g, at, map, flagged);
   words(g, at, map, quantity, levels, shade);
   return { base, ramp, low, high };
@@ -97,14 +97,14 @@ function lines(g, { across, down, cellX, cellY, width, height }) { // between ti
   g.stroke();
 }
 
-function axes(g, { across, down, cellX, cellY, turned }) {
+function axes(g, { across, down, cellX, cellY, turned }, row0) {
   g.fillStyle = colour("muted");
   g.font = "11px system-ui, sans-serif";
   const ticks = (n, size) => { const every = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048].find((e) => e * size >= 44) ?? 4096; return Array.from({ length: Math.ceil(n / every) }, (_, k) => k * every); };
   g.textAlign = "center";
-  for (const k of ticks(across, cellX)) g.fillText(String(k), MARGIN.left + (k + 0.5) * cellX, MARGIN.top - 6);
+  for (const k of ticks(across, cellX)) g.fillText(String(turned ? row0 + k : k), MARGIN.left + (k + 0.5) * cellX, MARGIN.top - 6);
   g.textAlign = "right";
-  for (const k of ticks(down, cellY * 2)) g.fillText(String(k), MARGIN.left - 6, MARGIN.top + (k + 0.5) * cellY + 4);
+  for (const k of ticks(down, cellY * 2)) g.fillText(String(turned ? k : row0 + k), MARGIN.left - 6, MARGIN.top + (k + 0.5) * cellY + 4);
   g.textAlign = "left";
   g.fillText(turned ? "row →" : "col →", 2, MARGIN.top - 6);
   g.fillText(turned ? "col ↓" : "row ↓", 2, MARGIN.top + 11);

@@ -7,7 +7,7 @@ const el = (tag, textContent, className = "") => Object.assign(document.createEl
 const span = (name, at, size, length) => { const a = at * size, b = Math.max(a, Math.min(a + size, length) - 1); return a === b ? `${name} ${a}` : `${name}s ${a}–${b}`; };
 
 export function tileWords(map, [r, c], tileShape, siteShape, brief) {
-  const i = r * map.shape[1] + c, bits = map.flags[i];
+  const i = (r - map.row0) * map.shape[1] + c, bits = map.flags[i];
   const amax = map.special.has(i) ? NAMES[map.special.get(i)] ?? map.special.get(i) : map.amax[i];
   const scaleInv = map.specialScale.get(i) ?? map.scale_inv[i];
   const power = (v) => (typeof v === "number" && v > 0 ? octave(v) : "");
