@@ -4,7 +4,7 @@ Shapes:     a file or folder -> names with dtype and shape, tensors on the CPU w
 Thread:     the caller's
 
 Nothing in a checkpoint is executed: torch.save's files are read with `weights_only`, and of the metadata of
-torch.distributed.checkpoint, which is a pickle, only torch's own classes are taken.
+torch.distributed.checkpoint, which is a pickle, only the classes that it is made of are taken.
 """
 
 from __future__ import annotations
@@ -202,19 +202,25 @@ def _plain(x: Tensor) -> Tensor:
 
 
 class _OnlyTorch(pickle.Unpickler):
-    """Takes classes of torch's checkpoints, and nothing that could run."""
+    """Takes the classes of which metadata are made, and nothing that could run: functions of the same package read pickles
+    and write files."""
 
     def find_class(self, module: str, name: str) -> Any:
         """The class, where it is one of those."""
-        known = module.startswith("torch.distributed.checkpoint.") or (module, name) in _OF_METADATA
-        if not known or "." in name:
+        if (module, name) not in _OF_METADATA:
             raise pickle.UnpicklingError(f"{module}.{name} does not belong into the metadata of a checkpoint")
         return super().find_class(module, name)
 
 
+_CLASSES = (
+    "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties",
+    "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING",
+)  # fmt: skip
 _OF_METADATA = {
-    ("torch", "Size"), ("torch.serialization", "_get_layout"), ("collections", "OrderedDict"),
-    ("collections", "defaultdict"), ("builtins", "set"), ("builtins", "frozenset"), ("builtins", "list"),
+    *(("torch.distributed.checkpoint.metadata", name) for name in _CLASSES),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"), ("torch", "Size"),
+    ("torch.serialization", "_get_layout"), ("collections", "OrderedDict"), ("collections", "defaultdict"),
+    ("builtins", "set"), ("builtins", "frozenset"), ("builtins", "list"),
     ("pathlib", "PosixPath"), ("pathlib", "PurePosixPath"), ("pathlib", "Path"), ("pathlib._local", "PosixPath"),
     *(("torch", name) for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype)),
 }  # fmt: skip
