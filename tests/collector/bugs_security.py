@@ -112,6 +112,13 @@ SECURITY = [
         f"{C}/test_auth.py::test_beyond_loopback_a_token_is_needed",
     ),
     Bug(
+        "a proxy in front needs a token",
+        "server/fp8watch_server/settings/__init__.py",
+        " and (public is None or _is_loopback(public))",
+        "",
+        f"{C}/test_auth.py::test_beyond_loopback_a_token_is_needed",
+    ),
+    Bug(
         "a page of another site may not write",
         "tokens:Auth._refusal",
         'if needed != "read" and self._of_another_site(headers):',

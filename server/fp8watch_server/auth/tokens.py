@@ -133,7 +133,7 @@ def install_token(engine: Engine, settings: Settings) -> None:
 
 
 def check_exposure(engine: Engine, settings: Settings) -> None:
-    """Refuse to listen beyond loopback without a token.
+    """Refuse to be reached from beyond loopback without a token: by its address, or by that of a proxy.
 
     Raises:
         Exposed: with the remedy.
@@ -141,10 +141,11 @@ def check_exposure(engine: Engine, settings: Settings) -> None:
     guarded = any(not grant.expired for grant in read_tokens(engine).grants.values())
     if settings.loopback or settings.insecure or guarded:
         return
+    proxy = f" behind {settings.public_url}" if settings.public_url else ""
     raise Exposed(
-        f"host {settings.host!r} can be reached from other machines, and there is no token: anyone could read "
+        f"host {settings.host!r}{proxy} can be reached from other machines, and there is no token: anyone could read "
         "and write. Make one with `fp8watch token create`, or set FP8WATCH_TOKEN (or FP8WATCH_TOKEN_FILE), listen on "
-        "127.0.0.1, or say --insecure"
+        "127.0.0.1 without a public URL of another name, or say --insecure"
     )
 
 

@@ -283,13 +283,9 @@ class Settings:
 
     @property
     def loopback(self) -> bool:
-        """Whether only this machine can reach the collector."""
-        if self.host == "localhost":
-            return True
-        try:
-            return ipaddress.ip_address(self.host.strip("[]")).is_loopback
-        except ValueError:
-            return False
+        """Whether only this machine can reach the collector: a public URL of another name is a proxy's."""
+        public = urlsplit(self.public_url).hostname
+        return _is_loopback(self.host) and (public is None or _is_loopback(public))
 
     def __repr__(self) -> str:
         shown = [
@@ -297,6 +293,15 @@ class Settings:
             for f in fields(self)
         ]
         return f"Settings({', '.join(shown)})"
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
 
 
 def _listed() -> tuple[Setting, ...]:
