@@ -154,6 +154,15 @@ SECURITY = [
         f"{C}/test_auth.py::test_a_token_is_kept_as_its_hash_only",
     ),
     Bug(
+        "a collector without a token takes that of another from nobody",
+        "tokens:install_token",
+        "        if others is not None:",
+        "        with writing(engine) as conn:\n"
+        "            conn.execute(sa.delete(t.token).where(c.name == SETTINGS_NAME))\n"
+        "        if others is not None:",
+        f"{C}/test_auth.py::test_a_collector_without_a_token_takes_that_of_another_from_nobody",
+    ),
+    Bug(
         "logs hold no secret",
         "logs:Redacted.clean",
         'return _BEARER.sub("fp8w_***", text)[:MAX_CHARS]',

@@ -240,6 +240,21 @@ def test_a_revoked_token_is_refused_and_nothing_opens_when_the_last_one_goes(
     assert client.get("/api/v1/runs").status_code == 401
 
 
+def test_a_collector_without_a_token_takes_that_of_another_from_nobody(
+    settings: Any, client: httpx.Client, app: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(auth, "RELOAD_AFTER_S", 0.0)
+    monkeypatch.setattr(auth, "READ_S", 5.0)  # a busy machine is waited for
+    second = create_app(
+        dataclasses.replace(settings, token=""), detection=Recorder().detection(), dispatcher=lambda e, s: None
+    )
+    assert "fp8watch token revoke settings" in caplog.text
+    assert client.get("/api/v1/runs", headers={"Authorization": f"Bearer {TOKEN}"}).status_code == 200
+    assert auth.read_tokens(second.state.engine).closed
+    second.state.ingest.stop()
+    second.state.engine.dispose()
+
+
 def test_a_page_of_somebody_else_cannot_write(client: httpx.Client) -> None:
     headers = {"Authorization": f"Bearer {TOKEN}"}
     foreign = client.post("/api/v1/incidents/x/ack", headers={**headers, "Origin": "https://evil.example"})

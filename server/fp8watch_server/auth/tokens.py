@@ -14,6 +14,7 @@ import asyncio
 import base64
 import binascii
 import hashlib
+import logging
 import re
 import secrets
 import time
@@ -31,6 +32,8 @@ from fp8watch_server.db import schema as t
 from fp8watch_server.db.dialect import upsert, writing
 from fp8watch_server.http.errors import Problem
 from fp8watch_server.settings import Settings
+
+log = logging.getLogger(__name__)
 
 SCOPES = ("ingest", "read", "admin")
 PREFIX = "fp8w_"
@@ -122,14 +125,26 @@ class Tokens:
 
 
 def install_token(engine: Engine, settings: Settings) -> None:
-    """Store the hash of the token from the settings; it replaces the previous one from the settings."""
+    """Store the hash of the token from the settings; it replaces the previous one from the settings.
+
+    Without one nothing changes: another collector of the database may have it, and its agents send it.
+    """
     c = t.token.c
+    if not settings.token:
+        with engine.connect() as conn:
+            others = conn.execute(sa.select(c.name).where(c.name == SETTINGS_NAME, c.revoked_at.is_(None))).first()
+        if others is not None:
+            log.warning(
+                "the token of FP8WATCH_TOKEN of an earlier start, or of another collector of this database, stays valid; "
+                "if nobody is to use it: fp8watch token revoke %s",
+                SETTINGS_NAME,
+            )
+        return
     with writing(engine) as conn:
         conn.execute(sa.delete(t.token).where(c.name == SETTINGS_NAME))
-        if settings.token:
-            row = {"token_sha256": token_sha256(settings.token), "tenant": t.DEFAULT_TENANT, "name": SETTINGS_NAME}
-            row |= {"scopes": ",".join(SCOPES), "runs": ALL_RUNS}
-            upsert(conn, t.token, [{**row, "created_at": time.time(), "expires_at": None, "revoked_at": None}])
+        row = {"token_sha256": token_sha256(settings.token), "tenant": t.DEFAULT_TENANT, "name": SETTINGS_NAME}
+        row |= {"scopes": ",".join(SCOPES), "runs": ALL_RUNS}
+        upsert(conn, t.token, [{**row, "created_at": time.time(), "expires_at": None, "revoked_at": None}])
 
 
 def check_exposure(engine: Engine, settings: Settings) -> None:
