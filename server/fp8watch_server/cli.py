@@ -24,7 +24,7 @@ from fp8watch_server.db.migrations import UnknownRevision
 from fp8watch_server.http import logs
 from fp8watch_server.http.connections import LIMITS
 from fp8watch_server.http.server import Server, limits_within, raise_descriptor_limit
-from fp8watch_server.settings import SETTINGS, SettingError, Settings, data_folder, default_database_url
+from fp8watch_server.settings import SETTINGS, SettingError, Settings, default_database_url, pg_folder
 
 DRAIN_S = 10
 EXIT_USAGE = 2
@@ -118,7 +118,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         settings = Settings.from_environ(**args)
         if settings.pg:
-            settings = replace(settings, database_url=embedded.start(data_folder() / "pg"))
+            settings = replace(settings, database_url=embedded.start(pg_folder()))
         logs.set_up(settings)
         sock = listen(settings.host, settings.port)
         try:

@@ -163,6 +163,14 @@ SECURITY = [
         f"{C}/test_auth.py::test_a_collector_without_a_token_takes_that_of_another_from_nobody",
     ),
     Bug(
+        "commands find the collector's own PostgreSQL",
+        "server/fp8watch_server/settings/__init__.py",
+        '        if values["pg"]:\n            values',
+        "        if False:\n            values",
+        f"{C}/test_settings.py::"
+        "test_where_the_collector_has_a_postgresql_of_its_own_no_command_makes_or_reads_another_database",
+    ),
+    Bug(
         "logs hold no secret",
         "logs:Redacted.clean",
         'return _BEARER.sub("fp8w_***", text)[:MAX_CHARS]',

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dataclasses import MISSING, fields
 from pathlib import Path
+from urllib.parse import unquote
 
 import pytest
 
+from fp8watch_server.auth import command as token
 from fp8watch_server.cli import parser
 from fp8watch_server.settings import SETTINGS, SettingError, Settings
+from fp8watch_server.store import command as store
 
 HOOK = "https://hooks.slack.com/services/T0/B0/secret"
 
@@ -106,3 +109,22 @@ def test_what_a_type_takes_is_read() -> None:
     got = Settings.from_environ({"HOME": "/h"}, **given, insecure="TRUE")
     assert (got.port, got.detail_hours, got.keep_steps, got.hosts) == (7, 0.5, 0, ("a.example", "b"))
     assert (got.log_level, got.insecure) == ("info", True)
+
+
+def test_where_the_collector_has_a_postgresql_of_its_own_no_command_makes_or_reads_another_database(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("FP8WATCH_DATABASE_URL", raising=False)
+    monkeypatch.setenv("FP8WATCH_PG", "1")
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/tmp")  # without one the package of pg_dump warns
+    for main, argv in (
+        (token.main, ["create", "agents"]),
+        (store.migrate_main, []),
+        (store.check_main, []),
+        (store.prune_main, []),
+        (store.backup_main, [str(tmp_path / "copy")]),
+    ):
+        assert main(argv) == 2, main
+        assert str(tmp_path / "fp8watch" / "pg") in unquote(capsys.readouterr().err)
+    assert list(tmp_path.rglob("*")) == []
