@@ -112,12 +112,17 @@ def test_what_a_type_takes_is_read() -> None:
 
 
 def test_where_the_collector_has_a_postgresql_of_its_own_no_command_makes_or_reads_another_database(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.delenv("FP8WATCH_DATABASE_URL", raising=False)
     monkeypatch.setenv("FP8WATCH_PG", "1")
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
-    monkeypatch.setenv("XDG_RUNTIME_DIR", "/tmp")  # without one the package of pg_dump warns
+    monkeypatch.setenv(
+        "XDG_RUNTIME_DIR", str(tmp_path_factory.mktemp("run"))
+    )  # without one the package of pg_dump warns
     for main, argv in (
         (token.main, ["create", "agents"]),
         (store.migrate_main, []),
