@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import signal
 import socket
 import sys
 from dataclasses import replace
@@ -118,6 +119,9 @@ def main(argv: list[str] | None = None) -> int:
     try:
         settings = Settings.from_environ(**args)
         if settings.pg:
+            signal.signal(
+                signal.SIGTERM, lambda *_: sys.exit(0)
+            )  # its server is stopped at exit; a signal's end has none
             settings = replace(settings, database_url=embedded.start(pg_folder()))
         logs.set_up(settings)
         sock = listen(settings.host, settings.port)

@@ -163,6 +163,20 @@ SECURITY = [
         f"{C}/test_auth.py::test_a_collector_without_a_token_takes_that_of_another_from_nobody",
     ),
     Bug(
+        "the collector's own PostgreSQL ends with it at SIGTERM",
+        "server/fp8watch_server/cli.py",
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))",
+        "pass",
+        f"{C}/test_serve.py::test_it_starts_a_postgresql_of_its_own",
+    ),
+    Bug(
+        "and after one that was killed",
+        "embedded:start",
+        "        _forget_the_dead(folder / USERS)\n",
+        "",
+        f"{C}/test_serve.py::test_it_starts_a_postgresql_of_its_own",
+    ),
+    Bug(
         "commands find the collector's own PostgreSQL",
         "server/fp8watch_server/settings/__init__.py",
         '        if values["pg"]:\n            values',

@@ -158,7 +158,14 @@ def test_it_starts_a_postgresql_of_its_own(tmp_path: Path) -> None:
                 with httpx.Client(base_url=serving.url, timeout=20) as client:
                     Agent(client, session="ab"[last_step - 1] * 32).register([SITE]).send([SITE], [last_step])
                     assert client.get("/api/v1/runs/run-1").json()["attempt"] == last_step
-                assert serving.kill(signal.SIGTERM)[0] in (0, -signal.SIGTERM)
+                postmaster = Path(folder, "fp8watch", "pg", "postmaster.pid")
+                assert postmaster.exists()
+                if last_step == 1:
+                    serving.kill()
+                    assert postmaster.exists(), "nobody has stopped it"
+                else:
+                    assert serving.kill(signal.SIGTERM)[0] == 0
+                    assert not postmaster.exists()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
