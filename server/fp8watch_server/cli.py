@@ -119,9 +119,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         settings = Settings.from_environ(**args)
         if settings.pg:
-            signal.signal(
-                signal.SIGTERM, lambda *_: sys.exit(0)
-            )  # its server is stopped at exit; a signal's end has none
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # its server is stopped at exit
             settings = replace(settings, database_url=embedded.start(pg_folder()))
         logs.set_up(settings)
         sock = listen(settings.host, settings.port)

@@ -177,6 +177,13 @@ SECURITY = [
         f"{C}/test_serve.py::test_it_starts_a_postgresql_of_its_own",
     ),
     Bug(
+        "the demo's collector has no settings of a team's",
+        "demo.collector:running_collector",
+        ' if not name.startswith("FP8WATCH_")',
+        "",
+        "tests/integration/test_demo.py::test_settings_of_a_teams_collector_are_not_those_of_the_demos",
+    ),
+    Bug(
         "commands find the collector's own PostgreSQL",
         "server/fp8watch_server/settings/__init__.py",
         '        if values["pg"]:\n            values',
