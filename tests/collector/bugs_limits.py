@@ -11,6 +11,20 @@ ENDLESS = f"{SLOW}::test_a_header_without_end_is_refused_at_its_limit"
 
 CONNECTIONS = [
     Bug(
+        "a load for nobody ends",
+        "server/fp8watch_server/load/command.py",
+        "        reach(url, token)\n",
+        "",
+        "tests/load/test_fleet.py::test_a_load_for_nobody_ends_and_says_so",
+    ),
+    Bug(
+        "a replay reads the database of the collector's settings",
+        "pipeline.replay:_replay",
+        "opened(settings)",
+        'opened(Settings("sqlite:///nowhere.db"))',
+        "tests/collector/test_replay.py::test_the_command_takes_a_rules_file",
+    ),
+    Bug(
         "a query that outlives its client leaves no connection open",
         "db.dialect:close",
         "pool.checkedout() and",
