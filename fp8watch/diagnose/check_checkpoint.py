@@ -23,7 +23,7 @@ from torch import Tensor
 
 from fp8watch.diagnose import checkpoint_checks as checks
 from fp8watch.diagnose.checkpoint_checks import FAIL, FP8, SCALE_SUFFIXES, WARN, CheckpointFinding, Values
-from fp8watch.diagnose.checkpoint_files import Checkpoint, Unreadable, open_checkpoint
+from fp8watch.diagnose.checkpoint_files import Checkpoint, Unreadable, open_checkpoint, said
 from fp8watch.session.fingerprint import hash_text
 
 FIRST_MOMENT, SECOND_MOMENT = "exp_avg", "exp_avg_sq"
@@ -123,7 +123,7 @@ def _check(source: Checkpoint, num: Counter[str], rms: dict[str, float]) -> Iter
         try:
             read = source.read([name] if partner is None else [name, partner])
         except Exception as e:  # noqa: BLE001  one damaged tensor is a finding, the others are still looked at
-            yield CheckpointFinding(FAIL, name, "readable", str(e).splitlines()[0][:300])
+            yield CheckpointFinding(FAIL, name, "readable", said(e))
             continue
         x = read[name]
         for at, tensor in read.items():

@@ -88,9 +88,13 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         raise Unreadable(f"{where}: there is no such file or folder")
     if (where / ".metadata").is_file():
         return Checkpoint(where, [DistributedFiles(where)])
-    files = sorted(p for p in where.iterdir() if p.is_file() and p.suffix in (".safetensors", *TORCH_SUFFIXES))
+    try:
+        inside = sorted(where.iterdir())
+    except OSError as e:
+        raise Unreadable(f"{where}: cannot be read ({said(e)})") from e
+    files = [p for p in inside if p.is_file() and p.suffix in (".safetensors", *TORCH_SUFFIXES)]
     sources = [_file(p) for p in files if not p.name.startswith(("training_args", "rng_state", "scheduler"))]
-    sources += [DistributedFiles(p) for p in sorted(where.iterdir()) if (p / ".metadata").is_file()]
+    sources += [DistributedFiles(p) for p in inside if (p / ".metadata").is_file()]
     if not sources:
         raise Unreadable(f"{where}: no checkpoint; *.safetensors, a .metadata of DCP, or {' '.join(TORCH_SUFFIXES)}")
     found = Checkpoint(where, sources)
@@ -175,10 +179,16 @@ def _loaded(path: Path) -> Any:
         except (RuntimeError, ValueError):  # of an older format, which cannot be mapped
             return torch.load(path, weights_only=True, map_location="cpu")
     except pickle.UnpicklingError as e:
-        why = f"it holds more than tensors and plain values: {str(e).splitlines()[0]}"
+        why = f"it holds more than tensors and plain values: {said(e)}"
         raise Unreadable(f"{path}: {why}; save tensors alone, or check another file of it") from e
     except Exception as e:
-        raise Unreadable(f"{path}: cannot be read ({type(e).__name__}: {str(e).splitlines()[0]})") from e
+        raise Unreadable(f"{path}: cannot be read ({said(e)})") from e
+
+
+def said(error: BaseException) -> str:
+    """First line of an error, which may have none: then its kind."""
+    first = str(error).strip().partition("\n")[0][:300]
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__
 
 
 def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:

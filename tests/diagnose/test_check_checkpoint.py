@@ -237,3 +237,20 @@ def test_a_file_that_was_cut_off_is_a_finding_or_a_reason(base, tmp_path):
     (tmp_path / "x.pt").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(Unreadable, match=r"x\.pt: cannot be read"):
         check_checkpoint(tmp_path / "x.pt")
+
+
+@pytest.mark.parametrize("name", ["x.pt", "x.safetensors"])
+def test_a_file_without_a_byte_is_a_reason(tmp_path, capsys, name):
+    (tmp_path / name).touch()
+    for path in (tmp_path / name, tmp_path):
+        assert main([str(path)]) == 2
+        assert f"{name}: cannot be read" in capsys.readouterr().err
+
+
+def test_a_folder_that_may_not_be_listed_is_a_reason(tmp_path, monkeypatch):
+    def refuse(self):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(type(tmp_path), "iterdir", refuse)
+    with pytest.raises(Unreadable, match="cannot be read"):
+        open_checkpoint(tmp_path)
