@@ -11,6 +11,34 @@ ENDLESS = f"{SLOW}::test_a_header_without_end_is_refused_at_its_limit"
 
 CONNECTIONS = [
     Bug(
+        "TLS files that do not serve are said",
+        "server/fp8watch_server/cli.py",
+        "        check_tls(settings)\n",
+        "",
+        "tests/collector/test_serve.py::test_tls_files_that_do_not_serve_are_said",
+    ),
+    Bug(
+        "a file that may not be read is said",
+        "server/fp8watch_server/settings/values.py",
+        '        path.open("rb").close()\n',
+        "        path.is_file()\n",
+        "tests/collector/test_serve.py::test_a_file_that_may_not_be_read_is_said",
+    ),
+    Bug(
+        "a NUL in an address is refused",
+        "plain_address:PlainAddress.__call__",
+        ' or b"%00" in scope["query_string"]',
+        "",
+        "tests/collector/test_hostile.py::test_a_nul_in_an_address_is_refused",
+    ),
+    Bug(
+        "joined bodies are counted before they are decoded",
+        "agent/fp8watch_agent/joined.py",
+        "min_length=1, max_length=MAX_JOINED",
+        "min_length=1",
+        "tests/collector/test_relay.py::test_the_number_of_joined_bodies_is_checked_before_they_are_decoded",
+    ),
+    Bug(
         "a load for nobody ends",
         "server/fp8watch_server/load/command.py",
         "        reach(url, token)\n",
