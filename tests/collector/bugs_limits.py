@@ -11,6 +11,34 @@ ENDLESS = f"{SLOW}::test_a_header_without_end_is_refused_at_its_limit"
 
 CONNECTIONS = [
     Bug(
+        "a database URL that cannot be used is refused without its password",
+        "db.dialect:parse_url",
+        "{shown[:40]!r}",
+        "{text!r}",
+        "tests/collector/test_settings.py::test_a_url_that_cannot_be_used_is_refused_without_its_password",
+    ),
+    Bug(
+        "so is one of another setting",
+        "server/fp8watch_server/settings/__init__.py",
+        ' or "@" in given',
+        "",
+        "tests/collector/test_settings.py::test_a_url_that_cannot_be_used_is_refused_without_its_password",
+    ),
+    Bug(
+        "a database is for its owner alone",
+        "db.dialect:make_engine",
+        "                make_private(file)\n",
+        "                pass\n",
+        "tests/collector/test_settings.py::test_a_database_and_its_backup_are_for_their_owner_alone",
+    ),
+    Bug(
+        "a backup is for its owner alone",
+        "store.backup:backup",
+        "    make_private(part)\n",
+        "",
+        "tests/collector/test_settings.py::test_a_database_and_its_backup_are_for_their_owner_alone",
+    ),
+    Bug(
         "TLS files that do not serve are said",
         "server/fp8watch_server/cli.py",
         "        check_tls(settings)\n",

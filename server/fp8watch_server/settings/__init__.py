@@ -346,5 +346,5 @@ def _checked(s: Setting, given: Any, source: str) -> Any:
     except DatabaseUrlError as e:
         raise SettingError(f"{source}: {e}") from e
     except ValueError as e:
-        shown = "(not shown)" if s.secret else repr(given)
+        shown = "(not shown)" if s.secret or "@" in given else repr(given)  # of a URL with a password
         raise SettingError(f"{source}={shown}: {e}") from e
