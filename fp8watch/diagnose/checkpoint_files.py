@@ -91,7 +91,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     try:
         inside = sorted(where.iterdir())
     except OSError as e:
-        raise Unreadable(f"{where}: cannot be read ({said(e)})") from e
+        raise Unreadable(f"{where}: cannot be read ({first_line(e)})") from e
     files = [p for p in inside if p.is_file() and p.suffix in (".safetensors", *TORCH_SUFFIXES)]
     sources = [_file(p) for p in files if not p.name.startswith(("training_args", "rng_state", "scheduler"))]
     sources += [DistributedFiles(p) for p in inside if (p / ".metadata").is_file()]
@@ -179,13 +179,13 @@ def _loaded(path: Path) -> Any:
         except (RuntimeError, ValueError):  # of an older format, which cannot be mapped
             return torch.load(path, weights_only=True, map_location="cpu")
     except pickle.UnpicklingError as e:
-        why = f"it holds more than tensors and plain values: {said(e)}"
+        why = f"it holds more than tensors and plain values: {first_line(e)}"
         raise Unreadable(f"{path}: {why}; save tensors alone, or check another file of it") from e
     except Exception as e:
-        raise Unreadable(f"{path}: cannot be read ({said(e)})") from e
+        raise Unreadable(f"{path}: cannot be read ({first_line(e)})") from e
 
 
-def said(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
     """First line of an error, which may have none: then its kind."""
     first = str(error).strip().partition("\n")[0][:300]
     return f"{type(error).__name__}: {first}" if first else type(error).__name__

@@ -254,3 +254,12 @@ def test_a_folder_that_may_not_be_listed_is_a_reason(tmp_path, monkeypatch):
     monkeypatch.setattr(type(tmp_path), "iterdir", refuse)
     with pytest.raises(Unreadable, match="cannot be read"):
         open_checkpoint(tmp_path)
+
+
+def test_names_of_tensors_do_not_reach_the_terminal_as_commands(tmp_path, capsys):
+    hostile = "a\x1b]0;gone\x07\x9b2J"
+    torch.save({hostile: torch.full((4, 4), torch.nan)}, tmp_path / "x.pt")
+    assert main([str(tmp_path / "x.pt")]) == 1
+    out = capsys.readouterr().out
+    assert "]0;gone" in out
+    assert all(c.isprintable() or c == "\n" for c in out)
