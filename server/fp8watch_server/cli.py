@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import os
 import signal
 import socket
 import ssl
@@ -133,6 +134,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         settings = Settings.from_environ(**args)
         if settings.pg:
+            embedded.refuse_private(pg_folder(), os.geteuid() == 0)
             signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # its server is stopped at exit
             settings = replace(settings, database_url=embedded.start(pg_folder()))
         check_tls(settings)

@@ -39,6 +39,13 @@ CONNECTIONS = [
         "tests/collector/test_settings.py::test_a_database_and_its_backup_are_for_their_owner_alone",
     ),
     Bug(
+        "under root no folder is opened to everybody",
+        "embedded:refuse_private",
+        "if above.exists() and above.stat().st_mode & OPEN != OPEN:",
+        "if False:",
+        "tests/store/test_embedded.py::test_under_root_no_folder_is_opened_to_everybody",
+    ),
+    Bug(
         "TLS files that do not serve are said",
         "server/fp8watch_server/cli.py",
         "        check_tls(settings)\n",

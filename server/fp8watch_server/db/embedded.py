@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,12 +24,30 @@ import sqlalchemy as sa
 MAX_SOCKET_PATH = 107
 """Linux's limit of a socket path in bytes; beyond it the package would use a folder that everyone can reach."""
 DATABASE = "fp8watch"
+OPEN = stat.S_IRGRP | stat.S_IXGRP | stat.S_IROTH | stat.S_IXOTH
 USERS = ".handle_pids.json"
 """The package's list of processes that use the server; the last one stops it."""
 
 
 class EmbeddedError(RuntimeError):
     """Why the embedded PostgreSQL is unavailable: value, rule, remedy."""
+
+
+def refuse_private(folder: Path, is_root: bool) -> None:
+    """Refuse a folder that only root may reach: PostgreSQL runs as another user, and the package would open every folder above
+    it to everybody.
+
+    Raises:
+        EmbeddedError: with the remedy.
+    """
+    if not is_root:
+        return
+    for above in folder.parents:
+        if above.exists() and above.stat().st_mode & OPEN != OPEN:
+            raise EmbeddedError(
+                f"{str(above)!r} is closed to others, and under root PostgreSQL runs as a user of its own in {str(folder)!r}; "
+                "set XDG_DATA_HOME to a folder that others may pass, such as /var/lib, or run as a plain user"
+            )
 
 
 @contextmanager
