@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from importlib.metadata import EntryPoint, entry_points
 
@@ -67,10 +69,15 @@ def main(argv: list[str] | None = None) -> int:
         print(f"fp8watch: {args[0]!r} is not a command; known are {', '.join(sorted(commands))}", file=sys.stderr)
         return 2
     try:
-        return int(entry.load()(args[1:]))
+        status = int(entry.load()(args[1:]))
+        sys.stdout.flush()
+        return status
     except KeyboardInterrupt:
         print("fp8watch: interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # `| head` has what it wanted
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what Python still writes at its end
+        return 128 + signal.SIGPIPE
     except ModuleNotFoundError as e:
         own = {
             "demo": "[demo]",

@@ -9,6 +9,7 @@ Bodies are compressed one by one as they were made, so the request itself is not
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Annotated
 
 import msgspec
 
@@ -19,6 +20,10 @@ JOINED_PATH = "/v1/batches/joined"
 JOINED_CONTENT_TYPE = "application/vnd.fp8watch.batches+msgpack"
 MAX_JOINED = 128
 MAX_JOINED_BYTES = 8 << 20
+
+
+_Bodies = Annotated[list[tuple[str, bytes]], msgspec.Meta(min_length=1, max_length=MAX_JOINED)]
+"""The number is checked before any of them is decoded."""
 
 
 class JoinedAnswer(msgspec.Struct, omit_defaults=True):
@@ -48,9 +53,6 @@ def split_bodies(raw: bytes) -> list[tuple[str, bytes]]:
         WireError: not such an array, or of too many.
     """
     try:
-        got = msgspec.msgpack.decode(raw, type=list[tuple[str, bytes]])
+        return msgspec.msgpack.decode(raw, type=_Bodies)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
         raise WireError("body", str(e)) from e
-    if not 0 < len(got) <= MAX_JOINED:
-        raise WireError("body", f"{len(got)} batches; 1 to {MAX_JOINED} are allowed")
-    return got

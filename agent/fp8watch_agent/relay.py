@@ -309,6 +309,8 @@ def main(argv: list[str]) -> int:
     try:
         if not 0 <= args.join <= 10:
             raise ValueError(f"--join={args.join}: must be from 0 to 10; give seconds, such as 0.5")
+        if not 0 <= args.port <= 65535:
+            raise ValueError(f"--port={args.port}: must be from 0 (any free port) to 65535")
         if args.max_mib < 32:
             raise ValueError(f"--max-mib={args.max_mib}: must be 32 or more; give mebibytes, such as 1024")
         environ = dict(os.environ)

@@ -25,6 +25,8 @@ from fp8watch_agent.settings import read_token_file
 MAX_ANSWER_BYTES = 64 << 10
 MAX_RETRY_AFTER_S = 3600.0
 SESSION_KEY = "Fp8watch-Session-Key"
+COLLECTORS_ERRORS = frozenset({"key-reused", "refused"})
+"""Errors of bodies that are refused for good, where no rule is given: by a relay, or in the answer to joined bodies."""
 
 
 class ResponseMeaning(Enum):
@@ -68,9 +70,31 @@ class Ack(msgspec.Struct):
     captures: list[Capture] | None = None
 
 
+class Refusal(msgspec.Struct):
+    """Body of a refusal: what of it says that it is a collector's."""
+
+    rule: str = ""
+    error: str = ""
+
+
 def judge(answer: Answer) -> ResponseMeaning:
-    """Verdict on a status. A 200 is trusted only when it also names the seq: see `read_ack`."""
-    status = answer.status
+    """Verdict on a response. A 200 is trusted only when it also names the seq: see `read_ack`. A body is given up only
+    where a collector says so: a proxy that is spoken to in the wrong way refuses everything.
+    """
+    meaning = meaning_of(answer.status)
+    return ResponseMeaning.HOLD if meaning is ResponseMeaning.REFUSED and not _by_collector(answer) else meaning
+
+
+def _by_collector(answer: Answer) -> bool:
+    try:
+        refusal = msgspec.json.decode(answer.body, type=Refusal)
+    except (msgspec.DecodeError, msgspec.ValidationError):
+        return False
+    return bool(refusal.rule) or refusal.error in COLLECTORS_ERRORS
+
+
+def meaning_of(status: int) -> ResponseMeaning:
+    """What a status means where it is the collector's."""
     if status == 0 or status in (408, 425, 429) or status >= 500:
         return ResponseMeaning.RETRY
     if 200 <= status < 300:

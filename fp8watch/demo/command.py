@@ -21,10 +21,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fp8watch import attach
 from fp8watch.demo import replicas
-from fp8watch.demo.collector import detected_step, incidents, running_collector
+from fp8watch.demo.collector import NotStarted, ask, detected_step, incidents, running_collector
 from fp8watch.demo.faults import FAULTS, Fault
 from fp8watch.demo.model import ByteModel
 from fp8watch.demo.text import batches, load_text
+from fp8watch_agent.terminal.collector_client import NotAnswered
 
 BATCH, TOKENS = 4, 64
 DEFAULT_PORT = 8420
@@ -65,18 +66,20 @@ def main(argv: list[str]) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         os.environ.setdefault("FP8WATCH_SPOOL_DIR", str(folder / "spool"))
         try:
-            url = args.collector or stack.enter_context(running_collector(folder, _port(args.port)))
-        except RuntimeError as e:
+            if args.collector is not None:
+                _reach(args.collector)
+            url = (args.collector or stack.enter_context(running_collector(folder, _port(args.port)))).rstrip("/")
+            if fault.world_size > 1:
+                same = ("--fault", args.fault, "--fault-step", str(args.fault_step), "--seed", str(args.seed))
+                with replicas.joined(fault.world_size, *same, "--collector", url, "--exit"):
+                    run_id, named = _train(args, fault, url)
+                if replicas.own_rank():
+                    return 0
+            else:
+                run_id, named = _train(args, fault, url)
+        except (NotStarted, NotAnswered) as e:
             console.print(str(e), markup=False, style="red")
             return 1
-        if fault.world_size > 1:
-            same = ("--fault", args.fault, "--fault-step", str(args.fault_step), "--seed", str(args.seed))
-            with replicas.joined(fault.world_size, *same, "--collector", url, "--exit"):
-                run_id, named = _train(args, fault, url)
-            if replicas.own_rank():
-                return 0
-        else:
-            run_id, named = _train(args, fault, url)
         ok = _report(fault, named, url)
         if not args.exit:
             console.print(f"Run: {url}/runs/{run_id}")
@@ -85,6 +88,14 @@ def main(argv: list[str]) -> int:
                 while True:
                     time.sleep(3600)
     return 0 if ok else 1
+
+
+def _reach(collector: str) -> None:
+    """Ask it before the training, not in the middle of it. Raises NotAnswered."""
+    try:
+        ask(collector, "/api/v1/runs")
+    except ValueError as e:
+        raise NotAnswered(str(e)) from e
 
 
 def _port(asked: int | None) -> int:

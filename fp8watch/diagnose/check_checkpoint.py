@@ -23,8 +23,9 @@ from torch import Tensor
 
 from fp8watch.diagnose import checkpoint_checks as checks
 from fp8watch.diagnose.checkpoint_checks import FAIL, FP8, SCALE_SUFFIXES, WARN, CheckpointFinding, Values
-from fp8watch.diagnose.checkpoint_files import Checkpoint, Unreadable, open_checkpoint
+from fp8watch.diagnose.checkpoint_files import Checkpoint, Unreadable, first_line, open_checkpoint
 from fp8watch.session.fingerprint import hash_text
+from fp8watch_agent.terminal.text import plain
 
 FIRST_MOMENT, SECOND_MOMENT = "exp_avg", "exp_avg_sq"
 MOMENTS = frozenset({FIRST_MOMENT, SECOND_MOMENT, "max_exp_avg_sq", "momentum_buffer"})
@@ -63,8 +64,8 @@ class CheckpointReport:
             looked.append(f"{self.num_verified} weights hold the bits that were saved")
         lines = [f"{self.path} ({', '.join(self.formats)}): {', '.join(looked)}"]
         if self.findings:
-            rows = [("", "tensor", "check"), *((f.status, f.tensor, f.check) for f in self.findings)]
-            said = ["", *(f.said for f in self.findings)]
+            rows = [("", "tensor", "check"), *((f.status, plain(f.tensor), f.check) for f in self.findings)]
+            said = ["", *(plain(f.said) for f in self.findings)]
             widths = [max(len(row[i]) for row in rows) for i in range(3)]
             lines.append("")
             for row, text in zip(rows, said, strict=True):
@@ -123,7 +124,7 @@ def _check(source: Checkpoint, num: Counter[str], rms: dict[str, float]) -> Iter
         try:
             read = source.read([name] if partner is None else [name, partner])
         except Exception as e:  # noqa: BLE001  one damaged tensor is a finding, the others are still looked at
-            yield CheckpointFinding(FAIL, name, "readable", str(e).splitlines()[0][:300])
+            yield CheckpointFinding(FAIL, name, "readable", first_line(e))
             continue
         x = read[name]
         for at, tensor in read.items():
@@ -256,7 +257,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         report = check_checkpoint(args.path, against=args.against)
     except Unreadable as e:
-        sys.stderr.write(f"fp8watch check-checkpoint: {e}\n")
+        sys.stderr.write(f"fp8watch check-checkpoint: {plain(e)}\n")
         return 2
     sys.stdout.write((json.dumps(report.as_json(), indent=2) if args.json else str(report)) + "\n")
     return 0 if report.clean else 1

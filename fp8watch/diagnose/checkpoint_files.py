@@ -4,7 +4,7 @@ Shapes:     a file or folder -> names with dtype and shape, tensors on the CPU w
 Thread:     the caller's
 
 Nothing in a checkpoint is executed: torch.save's files are read with `weights_only`, and of the metadata of
-torch.distributed.checkpoint, which is a pickle, only torch's own classes are taken.
+torch.distributed.checkpoint, which is a pickle, only the classes that it is made of are taken.
 """
 
 from __future__ import annotations
@@ -88,9 +88,13 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         raise Unreadable(f"{where}: there is no such file or folder")
     if (where / ".metadata").is_file():
         return Checkpoint(where, [DistributedFiles(where)])
-    files = sorted(p for p in where.iterdir() if p.is_file() and p.suffix in (".safetensors", *TORCH_SUFFIXES))
+    try:
+        inside = sorted(where.iterdir())
+    except OSError as e:
+        raise Unreadable(f"{where}: cannot be read ({first_line(e)})") from e
+    files = [p for p in inside if p.is_file() and p.suffix in (".safetensors", *TORCH_SUFFIXES)]
     sources = [_file(p) for p in files if not p.name.startswith(("training_args", "rng_state", "scheduler"))]
-    sources += [DistributedFiles(p) for p in sorted(where.iterdir()) if (p / ".metadata").is_file()]
+    sources += [DistributedFiles(p) for p in inside if (p / ".metadata").is_file()]
     if not sources:
         raise Unreadable(f"{where}: no checkpoint; *.safetensors, a .metadata of DCP, or {' '.join(TORCH_SUFFIXES)}")
     found = Checkpoint(where, sources)
@@ -175,10 +179,16 @@ def _loaded(path: Path) -> Any:
         except (RuntimeError, ValueError):  # of an older format, which cannot be mapped
             return torch.load(path, weights_only=True, map_location="cpu")
     except pickle.UnpicklingError as e:
-        why = f"it holds more than tensors and plain values: {str(e).splitlines()[0]}"
+        why = f"it holds more than tensors and plain values: {first_line(e)}"
         raise Unreadable(f"{path}: {why}; save tensors alone, or check another file of it") from e
     except Exception as e:
-        raise Unreadable(f"{path}: cannot be read ({type(e).__name__}: {str(e).splitlines()[0]})") from e
+        raise Unreadable(f"{path}: cannot be read ({first_line(e)})") from e
+
+
+def first_line(error: BaseException) -> str:
+    """First line of an error, which may have none: then its kind."""
+    first = str(error).strip().partition("\n")[0][:300]
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__
 
 
 def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
@@ -202,19 +212,25 @@ def _plain(x: Tensor) -> Tensor:
 
 
 class _OnlyTorch(pickle.Unpickler):
-    """Takes classes of torch's checkpoints, and nothing that could run."""
+    """Takes the classes of which metadata are made, and nothing that could run: functions of the same package read pickles
+    and write files."""
 
     def find_class(self, module: str, name: str) -> Any:
         """The class, where it is one of those."""
-        known = module.startswith("torch.distributed.checkpoint.") or (module, name) in _OF_METADATA
-        if not known or "." in name:
+        if (module, name) not in _OF_METADATA:
             raise pickle.UnpicklingError(f"{module}.{name} does not belong into the metadata of a checkpoint")
         return super().find_class(module, name)
 
 
+_CLASSES = (
+    "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties",
+    "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING",
+)  # fmt: skip
 _OF_METADATA = {
-    ("torch", "Size"), ("torch.serialization", "_get_layout"), ("collections", "OrderedDict"),
-    ("collections", "defaultdict"), ("builtins", "set"), ("builtins", "frozenset"), ("builtins", "list"),
+    *(("torch.distributed.checkpoint.metadata", name) for name in _CLASSES),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"), ("torch", "Size"),
+    ("torch.serialization", "_get_layout"), ("collections", "OrderedDict"), ("collections", "defaultdict"),
+    ("builtins", "set"), ("builtins", "frozenset"), ("builtins", "list"),
     ("pathlib", "PosixPath"), ("pathlib", "PurePosixPath"), ("pathlib", "Path"), ("pathlib._local", "PosixPath"),
     *(("torch", name) for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype)),
 }  # fmt: skip

@@ -44,6 +44,7 @@ from fp8watch_server.db.shards import open_shards
 from fp8watch_server.http import errors
 from fp8watch_server.http.db_timeout import DbTimeoutMiddleware
 from fp8watch_server.http.logs import RequestLog
+from fp8watch_server.http.plain_address import PlainAddress
 from fp8watch_server.incidents.silences import copy_silences
 from fp8watch_server.ingest import routes as ingest
 from fp8watch_server.ingest.fast_path import IngestFastPath
@@ -197,6 +198,7 @@ def create_app(
     app.include_router(api.health_router)
     app.add_api_route("/metrics", _metrics, methods=["GET"], tags=["operations"])
     app.add_middleware(IngestFastPath)
+    app.add_middleware(PlainAddress)
     app.add_middleware(DbTimeoutMiddleware, shards=shards)
     app.add_middleware(Auth, tokens=Tokens(engine), settings=settings)
     app.add_middleware(RequestLog)

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import argparse
 import errno
+import os
+import signal
 import socket
+import ssl
 import sys
 from dataclasses import replace
 from typing import Any
@@ -24,7 +27,7 @@ from fp8watch_server.db.migrations import UnknownRevision
 from fp8watch_server.http import logs
 from fp8watch_server.http.connections import LIMITS
 from fp8watch_server.http.server import Server, limits_within, raise_descriptor_limit
-from fp8watch_server.settings import SETTINGS, SettingError, Settings, data_folder, default_database_url
+from fp8watch_server.settings import SETTINGS, SettingError, Settings, default_database_url, pg_folder
 
 DRAIN_S = 10
 EXIT_USAGE = 2
@@ -112,13 +115,29 @@ def build(settings: Settings) -> FastAPI:
         ) from e
 
 
+def check_tls(settings: Settings) -> None:
+    """Raise CannotServe where certificate and key are none, or not of each other."""
+    if not settings.tls_cert:
+        return
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(settings.tls_cert, settings.tls_key)
+    except OSError as e:  # of ssl too
+        raise CannotServe(
+            f"FP8WATCH_TLS_CERT={settings.tls_cert!r} and FP8WATCH_TLS_KEY={settings.tls_key!r} do not serve "
+            f"({getattr(e, 'reason', None) or e}); give a certificate chain and its own key, both as PEM without a password"
+        ) from e
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run until SIGINT or SIGTERM, then drain for at most DRAIN_S seconds."""
     args: dict[str, Any] = vars(parser().parse_args(argv))
     try:
         settings = Settings.from_environ(**args)
         if settings.pg:
-            settings = replace(settings, database_url=embedded.start(data_folder() / "pg"))
+            embedded.refuse_private(pg_folder(), os.geteuid() == 0)
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # its server is stopped at exit
+            settings = replace(settings, database_url=embedded.start(pg_folder()))
+        check_tls(settings)
         logs.set_up(settings)
         sock = listen(settings.host, settings.port)
         try:

@@ -334,7 +334,7 @@ def test_answers_to_registrations_that_are_refused_are_not_kept(session: Session
 
     class Refusing(Transport):
         def put(self, path: str, value: Any, key: str = "") -> Answer:
-            answer = Answer(422, bytes(1000))
+            answer = Answer(422, b'{"rule": "' + b"x" * 1000 + b'"}')
             answers.append(weakref.ref(answer))
             return answer
 

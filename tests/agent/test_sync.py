@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.agents import Collector, Reply, eventually, make_maps, make_session, record
+from support.agents import Collector, Reply, eventually, make_maps, make_session, record, serve
 
 from fp8watch_agent import sync
 from fp8watch_agent.recorder import Recorder
@@ -394,6 +394,24 @@ def test_a_session_that_runs_is_left_alone(
 def test_without_a_collector_it_says_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert sync.main(["--spool-dir", str(tmp_path)]) == 2
     assert "FP8WATCH_COLLECTOR" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"<html>The plain HTTP request was sent to HTTPS port</html>", b'{"status": 400, "error": "Bad Request"}', b""],
+)
+def test_nothing_is_given_up_for_a_refusal_that_is_not_the_collectors(
+    tmp_path: Path, collector: Collector, settings: AgentSettings, body: bytes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recorder = Recorder(replace(settings, spool_dir=tmp_path, collector=None), make_session())
+    record(recorder, range(20))
+    recorder.close()
+    with serve(Collector(refuse_all=Reply(400, body=body))) as proxy:
+        assert run_sync(tmp_path, proxy) == 1
+    assert "the collector does not take it: HTTP 400" in capsys.readouterr().out
+    assert not (tmp_path / "refused").exists()
+    assert run_sync(tmp_path, collector) == 0
+    assert collector.steps() == list(range(20))
 
 
 def test_no_folder_is_nothing_to_do(tmp_path: Path, collector: Collector) -> None:

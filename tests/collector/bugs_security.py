@@ -112,6 +112,13 @@ SECURITY = [
         f"{C}/test_auth.py::test_beyond_loopback_a_token_is_needed",
     ),
     Bug(
+        "a proxy in front needs a token",
+        "server/fp8watch_server/settings/__init__.py",
+        " and (public is None or _is_loopback(public))",
+        "",
+        f"{C}/test_auth.py::test_beyond_loopback_a_token_is_needed",
+    ),
+    Bug(
         "a page of another site may not write",
         "tokens:Auth._refusal",
         'if needed != "read" and self._of_another_site(headers):',
@@ -145,6 +152,44 @@ SECURITY = [
         '{"token_sha256": token_sha256(settings.token), "tenant"',
         '{"token_sha256": settings.token, "tenant"',
         f"{C}/test_auth.py::test_a_token_is_kept_as_its_hash_only",
+    ),
+    Bug(
+        "a collector without a token takes that of another from nobody",
+        "tokens:install_token",
+        "        if others is not None:",
+        "        with writing(engine) as conn:\n"
+        "            conn.execute(sa.delete(t.token).where(c.name == SETTINGS_NAME))\n"
+        "        if others is not None:",
+        f"{C}/test_auth.py::test_a_collector_without_a_token_takes_that_of_another_from_nobody",
+    ),
+    Bug(
+        "the collector's own PostgreSQL ends with it at SIGTERM",
+        "server/fp8watch_server/cli.py",
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))",
+        "pass",
+        f"{C}/test_serve.py::test_it_starts_a_postgresql_of_its_own",
+    ),
+    Bug(
+        "and after one that was killed",
+        "embedded:start",
+        "        _forget_the_dead(folder / USERS)\n",
+        "",
+        f"{C}/test_serve.py::test_it_starts_a_postgresql_of_its_own",
+    ),
+    Bug(
+        "the demo's collector has no settings of a team's",
+        "demo.collector:running_collector",
+        ' if not name.startswith("FP8WATCH_")',
+        "",
+        "tests/integration/test_demo.py::test_settings_of_a_teams_collector_are_not_those_of_the_demos",
+    ),
+    Bug(
+        "commands find the collector's own PostgreSQL",
+        "server/fp8watch_server/settings/__init__.py",
+        '        if values["pg"]:\n            values',
+        "        if False:\n            values",
+        f"{C}/test_settings.py::"
+        "test_where_the_collector_has_a_postgresql_of_its_own_no_command_makes_or_reads_another_database",
     ),
     Bug(
         "logs hold no secret",

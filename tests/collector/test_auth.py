@@ -240,6 +240,21 @@ def test_a_revoked_token_is_refused_and_nothing_opens_when_the_last_one_goes(
     assert client.get("/api/v1/runs").status_code == 401
 
 
+def test_a_collector_without_a_token_takes_that_of_another_from_nobody(
+    settings: Any, client: httpx.Client, app: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(auth, "RELOAD_AFTER_S", 0.0)
+    monkeypatch.setattr(auth, "READ_S", 5.0)  # a busy machine is waited for
+    second = create_app(
+        dataclasses.replace(settings, token=""), detection=Recorder().detection(), dispatcher=lambda e, s: None
+    )
+    assert "fp8watch token revoke settings" in caplog.text
+    assert client.get("/api/v1/runs", headers={"Authorization": f"Bearer {TOKEN}"}).status_code == 200
+    assert auth.read_tokens(second.state.engine).closed
+    second.state.ingest.stop()
+    second.state.engine.dispose()
+
+
 def test_a_page_of_somebody_else_cannot_write(client: httpx.Client) -> None:
     headers = {"Authorization": f"Bearer {TOKEN}"}
     foreign = client.post("/api/v1/incidents/x/ack", headers={**headers, "Origin": "https://evil.example"})
@@ -263,6 +278,10 @@ def test_a_page_of_somebody_else_cannot_write(client: httpx.Client) -> None:
         ({"host": "::"}, True),
         ({"host": "192.168.1.5"}, True),
         ({"host": "collector.example"}, True),
+        ({"host": "127.0.0.1", "public_url": "https://watch.example"}, True),
+        ({"host": "127.0.0.1", "public_url": "http://localhost:8420"}, False),
+        ({"host": "127.0.0.1", "public_url": "https://watch.example", "token": TOKEN}, False),
+        ({"host": "127.0.0.1", "public_url": "https://watch.example", "insecure": True}, False),
         ({"host": "0.0.0.0", "insecure": True}, False),
         ({"host": "0.0.0.0", "token": TOKEN}, False),
     ],
@@ -276,13 +295,14 @@ def test_beyond_loopback_a_token_is_needed(settings: Any, changes: dict[str, Any
             auth.check_exposure(engine, changed)
     else:
         auth.check_exposure(engine, changed)
+    assert (changed.loopback or changed.insecure or bool(changed.token)) is not refused
     engine.dispose()
 
 
 @pytest.fixture
 def open_client(settings: Any) -> Iterator[httpx.Client]:
     """A collector on loopback without tokens."""
-    settings = dataclasses.replace(settings, hosts=("box.example",), public_url="https://public.example:8443")
+    settings = dataclasses.replace(settings, hosts=("box.example",), public_url="https://127.0.0.2:8443")
     made = create_app(settings, detection=Recorder().detection(), dispatcher=lambda e, s: None)
     with served(made) as url, httpx.Client(base_url=url, timeout=60) as client:
         yield client
@@ -290,7 +310,7 @@ def open_client(settings: Any) -> Iterator[httpx.Client]:
     made.state.engine.dispose()
 
 
-OWN = ["localhost", "localhost:8420", "127.0.0.1:1", "[::1]", "[::1]:8420", "BOX.example", "public.example:8443"]
+OWN = ["localhost", "localhost:8420", "127.0.0.1:1", "[::1]", "[::1]:8420", "BOX.example", "127.0.0.2:8443"]
 FOREIGN = ["evil.example", "evil.example:8420", "127.0.0.1.evil.example", "localhost.evil.example:80", "[::2]", "", "0"]
 
 

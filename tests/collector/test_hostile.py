@@ -7,8 +7,10 @@ import random
 from typing import Any
 from urllib.parse import quote
 
+import httpx
 import msgspec
 import numpy as np
+import pytest
 import sqlalchemy as sa
 import zstandard
 from collector.kit import ZSTD, Agent, make_site, run_async
@@ -255,3 +257,17 @@ def test_queries_bear_hostile_parameters(client: Any, app: Any) -> None:
             assert await call(app, "GET", path) < 500, path
 
     run_async(storm())
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/api/v1/runs/%00",
+        "/runs/a%00b",
+        "/api/v1/incidents/%00",
+        "/api/v1/incidents?mode=%00",
+        "/api/v1/compare?a=%00&b=x",
+    ],
+)
+def test_a_nul_in_an_address_is_refused(client: httpx.Client, path: str) -> None:
+    assert client.get(path).status_code == 400

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import sys
 import time
+import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +23,7 @@ from fp8watch_agent.relay import Relay
 from fp8watch_agent.relay_journal import SUFFIX, Full, Journal
 from fp8watch_agent.settings import AgentSettings
 from fp8watch_agent.transport import SESSION_KEY
+from fp8watch_agent.wire import WireError
 
 NOWHERE = "http://127.0.0.1:9"
 MIB = 1 << 20
@@ -256,3 +258,14 @@ def test_kill_9_of_the_relay_under_load(
     store.check(crew.senders)
     assert tally.num_unsure > 0, "the kills hit nobody"
     print(tally, sum(len(s.acked) for s in crew.senders), "acknowledged")
+
+
+def test_the_number_of_joined_bodies_is_checked_before_they_are_decoded() -> None:
+    raw = b"\xdd" + (2_000_000).to_bytes(4, "big") + bytes.fromhex("92a0c400") * 2_000_000
+    tracemalloc.start()
+    try:
+        with pytest.raises(WireError):
+            joined.split_bodies(raw)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()

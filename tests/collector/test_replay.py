@@ -30,7 +30,12 @@ def test_a_stored_run_is_replayed_and_nothing_is_written(client: Any, app: Any) 
 
 
 def test_the_command_takes_a_rules_file(
-    client: Any, app: Any, settings: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    client: Any,
+    app: Any,
+    settings: Any,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     agent = Agent(client).register([UP])
     agent.send([UP], [5], fields={"num_inf": 1})
@@ -41,5 +46,16 @@ def test_the_command_takes_a_rules_file(
     assert "inf-laundering" in capsys.readouterr().out
     assert main(["run-1", "--database-url", url, "--rules", str(rules)]) == 0
     assert "inf-laundering" not in capsys.readouterr().out
+    monkeypatch.setenv("FP8WATCH_DATABASE_URL", url)
+    assert main(["run-1"]) == 0
+    assert "inf-laundering" in capsys.readouterr().out
     assert main(["nobody", "--database-url", url]) == 1
     assert "no stored batches" in capsys.readouterr().err
+
+
+def test_a_database_that_is_away_is_said_in_a_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FP8WATCH_DATABASE_URL", "postgresql+psycopg://nobody@127.0.0.1:9/x")
+    assert main(["run-1"]) == 2
+    assert len(capsys.readouterr().err.strip().splitlines()) == 1

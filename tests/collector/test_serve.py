@@ -118,14 +118,48 @@ def probed(path: str = "/readyz", **environ: str) -> int:
     return done.returncode
 
 
-def test_a_health_check_asks_the_port_that_is_set_and_speaks_tls_where_it_is_on(tmp_path: Path) -> None:
-    cert, key, port = tmp_path / "cert.pem", tmp_path / "key.pem", str(free_port())
+def certificate(folder: Path) -> tuple[Path, Path]:
+    """A certificate and its key."""
+    folder.mkdir(exist_ok=True)
+    cert, key = folder / "cert.pem", folder / "key.pem"
     command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
     command += ["-days", "2", "-subj", "/CN=somewhere.example", "-keyout", str(key), "-out", str(cert)]
     try:
         subprocess.run(command, check=True, capture_output=True)
     except FileNotFoundError:
         pytest.skip("no openssl to make a certificate with")
+    return cert, key
+
+
+@pytest.mark.usefixtures("environ")
+def test_tls_files_that_do_not_serve_are_said(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    cert, _ = certificate(tmp_path / "a")
+    _, other = certificate(tmp_path / "b")
+    err = refusal(capsys, "--port", "0", "--tls-cert", str(cert), "--tls-key", str(other))
+    assert "FP8WATCH_TLS_KEY" in err
+    assert "its own key" in err
+    (tmp_path / "text").write_text("no certificate")
+    assert "PEM" in refusal(capsys, "--port", "0", "--tls-cert", str(tmp_path / "text"), "--tls-key", str(other))
+
+
+@pytest.mark.usefixtures("environ")
+def test_a_file_that_may_not_be_read_is_said(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rules, opened = tmp_path / "rules.json", Path.open
+    rules.write_text("{}")
+
+    def refusing(self: Path, *args: str) -> object:
+        if self == rules:
+            raise PermissionError(13, "Permission denied")
+        return opened(self, *args)
+
+    monkeypatch.setattr(Path, "open", refusing)  # root may read everything
+    assert "may be read" in refusal(capsys, "--port", "0", "--rules", str(rules))
+
+
+def test_a_health_check_asks_the_port_that_is_set_and_speaks_tls_where_it_is_on(tmp_path: Path) -> None:
+    (cert, key), port = certificate(tmp_path), str(free_port())
     with Serving(tmp_path, FP8WATCH_PORT=port):
         assert probed(FP8WATCH_PORT=port) == 0
         assert probed("/nothing", FP8WATCH_PORT=port) == 1
@@ -158,7 +192,14 @@ def test_it_starts_a_postgresql_of_its_own(tmp_path: Path) -> None:
                 with httpx.Client(base_url=serving.url, timeout=20) as client:
                     Agent(client, session="ab"[last_step - 1] * 32).register([SITE]).send([SITE], [last_step])
                     assert client.get("/api/v1/runs/run-1").json()["attempt"] == last_step
-                assert serving.kill(signal.SIGTERM)[0] in (0, -signal.SIGTERM)
+                postmaster = Path(folder, "fp8watch", "pg", "postmaster.pid")
+                assert postmaster.exists()
+                if last_step == 1:
+                    serving.kill()
+                    assert postmaster.exists(), "nobody has stopped it"
+                else:
+                    assert serving.kill(signal.SIGTERM)[0] == 0
+                    assert not postmaster.exists()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import MISSING, fields
 from pathlib import Path
+from urllib.parse import unquote
 
 import pytest
 
+from fp8watch_server.auth import command as token
 from fp8watch_server.cli import parser
+from fp8watch_server.db import dialect, migrations
 from fp8watch_server.settings import SETTINGS, SettingError, Settings
+from fp8watch_server.store import command as store
+from fp8watch_server.store.backup import backup
 
 HOOK = "https://hooks.slack.com/services/T0/B0/secret"
 
@@ -106,3 +112,56 @@ def test_what_a_type_takes_is_read() -> None:
     got = Settings.from_environ({"HOME": "/h"}, **given, insecure="TRUE")
     assert (got.port, got.detail_hours, got.keep_steps, got.hosts) == (7, 0.5, 0, ("a.example", "b"))
     assert (got.log_level, got.insecure) == ("info", True)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("FP8WATCH_SHARDS", "a=postgresql+psycopg:/fp8watch:PW-x@db1/x"),
+        ("FP8WATCH_DATABASE_URL", "postgresql+psycopg://fp8watch:PW-x@db1:port/x"),
+        ("FP8WATCH_DATABASE_URL", "fp8watch:PW-x@db1/x"),
+        ("FP8WATCH_QUEUE", "nats://user:PW-x@n1:4222,nats:n2:4222"),
+    ],
+)
+def test_a_url_that_cannot_be_used_is_refused_without_its_password(variable: str, value: str) -> None:
+    with pytest.raises(SettingError) as e:
+        Settings.from_environ({variable: value, "HOME": "/home/x"})
+    assert variable in str(e.value)
+    assert "PW" not in str(e.value)
+
+
+def test_where_the_collector_has_a_postgresql_of_its_own_no_command_makes_or_reads_another_database(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.delenv("FP8WATCH_DATABASE_URL", raising=False)
+    monkeypatch.setenv("FP8WATCH_PG", "1")
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    monkeypatch.setenv(
+        "XDG_RUNTIME_DIR", str(tmp_path_factory.mktemp("run"))
+    )  # without one the package of pg_dump warns
+    for main, argv in (
+        (token.main, ["create", "agents"]),
+        (store.migrate_main, []),
+        (store.check_main, []),
+        (store.prune_main, []),
+        (store.backup_main, [str(tmp_path / "copy")]),
+    ):
+        assert main(argv) == 2, main
+        assert str(tmp_path / "fp8watch" / "pg") in unquote(capsys.readouterr().err)
+    assert list(tmp_path.rglob("*")) == []
+
+
+def test_a_database_and_its_backup_are_for_their_owner_alone(tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        with dialect.engine_of(f"sqlite:///{tmp_path / 'x.db'}") as engine:
+            migrations.upgrade(engine)
+            backup(f"sqlite:///{tmp_path / 'x.db'}", tmp_path / "copy")
+            modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}
+    finally:
+        os.umask(before)
+    assert set(modes) >= {"x.db", "x.db-wal", "copy"}
+    assert set(modes.values()) == {0o600}

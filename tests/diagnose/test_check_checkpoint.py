@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import pickle
 import random
 import shutil
+import sys
 
 import pytest
 import torch
 from diagnose import made_checkpoints as made
+from torch.distributed.checkpoint import format_utils
 
 import fp8watch
 from fp8watch.diagnose import check_checkpoint
 from fp8watch.diagnose.check_checkpoint import main
-from fp8watch.diagnose.checkpoint_files import Unreadable, open_checkpoint
+from fp8watch.diagnose.checkpoint_files import Unreadable, _OnlyTorch, open_checkpoint
 
 HOW = ("safetensors", "dcp", "torch.save")
 NUM = 20
@@ -182,11 +186,11 @@ def test_the_command_says_it_as_a_table_and_as_json_and_by_its_status(base, tmp_
 class Payload:
     """What runs where a pickle is trusted."""
 
-    def __init__(self, path):
-        self.path = path
+    def __init__(self, *args, call=os.mkdir):
+        self.call, self.args = call, args
 
     def __reduce__(self):
-        return os.mkdir, (self.path,)
+        return self.call, self.args
 
 
 def test_nothing_in_a_checkpoint_is_executed(base, tmp_path):
@@ -198,6 +202,27 @@ def test_nothing_in_a_checkpoint_is_executed(base, tmp_path):
         with pytest.raises(Unreadable):
             open_checkpoint(path)
     assert not os.path.exists(ran)
+
+
+def test_no_function_of_torchs_checkpoints_is_called_for_its_metadata(tmp_path):
+    """One of them reads the pickle that it is given the path of."""
+    ran, other = str(tmp_path / "ran"), str(tmp_path / "other.pt")
+    torch.save({"x": Payload(ran)}, other)
+    where = made.save({"w": torch.ones(4, 4)}, tmp_path, "dcp")
+    payload = Payload(other, str(tmp_path / "out"), call=format_utils.torch_save_to_dcp)
+    (where / ".metadata").write_bytes(pickle.dumps(payload))
+    with pytest.raises(Unreadable, match="does not belong into the metadata"):
+        open_checkpoint(where)
+    assert not os.path.exists(ran)
+    room = "torch.distributed.checkpoint"
+    inside = [(at, name) for at, m in list(sys.modules.items()) if at.startswith(room) for name in vars(m)]
+    assert ("torch.distributed.checkpoint.filesystem", "os") in inside
+    taken = set()
+    for at, name in inside:
+        with contextlib.suppress(pickle.UnpicklingError):
+            taken.add(_OnlyTorch(io.BytesIO()).find_class(at, name))
+    assert taken
+    assert all(isinstance(one, type) for one in taken)
 
 
 def test_a_file_that_was_cut_off_is_a_finding_or_a_reason(base, tmp_path):
@@ -212,3 +237,29 @@ def test_a_file_that_was_cut_off_is_a_finding_or_a_reason(base, tmp_path):
     (tmp_path / "x.pt").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(Unreadable, match=r"x\.pt: cannot be read"):
         check_checkpoint(tmp_path / "x.pt")
+
+
+@pytest.mark.parametrize("name", ["x.pt", "x.safetensors"])
+def test_a_file_without_a_byte_is_a_reason(tmp_path, capsys, name):
+    (tmp_path / name).touch()
+    for path in (tmp_path / name, tmp_path):
+        assert main([str(path)]) == 2
+        assert f"{name}: cannot be read" in capsys.readouterr().err
+
+
+def test_a_folder_that_may_not_be_listed_is_a_reason(tmp_path, monkeypatch):
+    def refuse(self):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(type(tmp_path), "iterdir", refuse)
+    with pytest.raises(Unreadable, match="cannot be read"):
+        open_checkpoint(tmp_path)
+
+
+def test_names_of_tensors_do_not_reach_the_terminal_as_commands(tmp_path, capsys):
+    hostile = "a\x1b]0;gone\x07\x9b2J"
+    torch.save({hostile: torch.full((4, 4), torch.nan)}, tmp_path / "x.pt")
+    assert main([str(tmp_path / "x.pt")]) == 1
+    out = capsys.readouterr().out
+    assert "]0;gone" in out
+    assert all(c.isprintable() or c == "\n" for c in out)

@@ -175,6 +175,13 @@ BUGS = (
         f"{DELIVERY}::test_a_200_that_does_not_acknowledge_is_not_believed",
     ),
     Bug(
+        "a body is given up only where a collector says so",
+        "transport:_by_collector",
+        "        return False\n",
+        "        return True\n",
+        f"{SYNC}::test_nothing_is_given_up_for_a_refusal_that_is_not_the_collectors",
+    ),
+    Bug(
         "a body too large is halved",
         "uploader:Uploader._receipt",
         "        if verdict is ResponseMeaning.SPLIT:\n            halves = split(parcel)\n",

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from faults.clock import Clock, installed
-from support.agents import make_ids, make_rows, make_session, make_sites, make_step
+from support.agents import RULE, make_ids, make_rows, make_session, make_sites, make_step
 
 from fp8watch_agent.batch import Parcel
 from fp8watch_agent.recorder import Recorder
@@ -134,7 +134,7 @@ def test_after_a_success_it_waits_shortly_again(driven) -> None:
 
 @pytest.mark.parametrize("status", [400, 409, 415, 422])
 def test_one_bad_batch_is_counted_and_never_blocks_the_next(driven, status: int) -> None:
-    d = driven([Answer(status), Answer(200)])
+    d = driven([Answer(status, RULE), Answer(200)])
     for _ in range(2):
         d.record()
         d.clock.advance(1.5)
@@ -146,7 +146,7 @@ def test_one_bad_batch_is_counted_and_never_blocks_the_next(driven, status: int)
     assert [seq for _, seq in d.uploader.sent] == [0, 1]
 
 
-@pytest.mark.parametrize("status", [401, 403, 404])
+@pytest.mark.parametrize("status", [400, 401, 403, 404])  # 400 that no collector has said
 def test_a_refusal_of_the_agent_holds_and_warns_once(driven, status: int, caplog: pytest.LogCaptureFixture) -> None:
     d = driven([Answer(status)])
     with caplog.at_level(logging.WARNING, "fp8watch"):

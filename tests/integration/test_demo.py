@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 
 import pytest
+import urllib3
 from support.counts import in_turn
 from support.ranks import run_ranks
+
+from fp8watch.demo import command
+from fp8watch.demo.collector import detected_step, incidents, running_collector
+
+TOKEN = "a-token-of-the-team-of-32-letters"
 
 FAILURES = ["inf", "outlier", "zero-tile", "stale-weight-scale", "lr", "bit-flip"]
 
@@ -52,7 +59,6 @@ def test_a_healthy_run_raises_nothing_in_600_steps_whatever_the_seed(tmp_path, s
 
 def test_the_demo_runs_at_the_defaults_of_attach(monkeypatch):
     """What the demo shows is what everybody gets: nothing of it depends on a setting that costs more."""
-    from fp8watch.demo import command
     from fp8watch.demo.faults import FAULTS
 
     class Asked(Exception):
@@ -83,3 +89,29 @@ def test_the_exit_status_can_say_no():
         {**right, "place": {**place, "tile": None}},
     ):
         assert not _is_named(FAULTS["inf"], wrong)
+
+
+def test_settings_of_a_teams_collector_are_not_those_of_the_demos(monkeypatch, tmp_path):
+    for name, value in (
+        ("TOKEN", TOKEN), ("PG", "1"), ("TLS_CERT", "/nowhere"), ("SLACK_WEBHOOK_URL", "http://127.0.0.1:9/x")
+    ):  # fmt: skip
+        monkeypatch.setenv(f"FP8WATCH_{name}", value)
+    with running_collector(tmp_path, 0) as url:
+        assert urllib3.request("GET", f"{url}/api/v1/runs").status == 200, "nobody is asked for a token"
+        assert incidents(f"{url}/", "r") == []
+
+
+def test_a_collector_that_has_tokens_is_asked_with_the_agents(monkeypatch, tmp_path):
+    with running_collector(tmp_path, 0, FP8WATCH_TOKEN=TOKEN) as url:
+        monkeypatch.setenv("FP8WATCH_TOKEN", TOKEN)
+        assert incidents(f"{url}/", "r") == []
+        assert detected_step(url, "r") == -1
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:9", "127.0.0.1:9"])
+def test_no_training_is_begun_for_a_collector_that_is_not_there(url, capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    assert command.main(["--exit", "--collector", url, "--dir", str(tmp_path)]) == 1
+    out = capsys.readouterr().out
+    assert "127.0.0.1:9" in out
+    assert "parameters" not in out

@@ -44,6 +44,13 @@ def url(tmp_path: Path) -> Iterator[str]:
         yield address
 
 
+@pytest.mark.parametrize("fleet", [[], ["--fleet", "1"]])
+@pytest.mark.parametrize("url", ["http://127.0.0.1:9", "127.0.0.1:9"])
+def test_a_load_for_nobody_ends_and_says_so(url: str, fleet: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--url", url, "--ranks", "1", "--steps", "1", *fleet]) == 2
+    assert "127.0.0.1:9" in capsys.readouterr().err
+
+
 def test_each_rank_sends_what_a_recorded_one_has_under_its_own_name() -> None:
     recorded = record(PLAN)
     assert len(recorded) == RECORDED_RANKS

@@ -31,6 +31,13 @@ GIVEN = [
         f"{N}/test_routes.py::test_what_is_wrong_is_said_with_rule_and_remedy_and_no_secret",
     ),
     Bug(
+        "a receiver that repeats its address does not make it known",
+        "safe_http:Target.post",
+        'without(text.decode("utf-8", "replace").strip(), self.url)[:_MAX_ERROR_CHARS]',
+        'without(text.decode("utf-8", "replace").strip()[:_MAX_ERROR_CHARS], self.url)',
+        f"{N}/test_target.py::test_a_receiver_that_repeats_its_address_does_not_make_it_known",
+    ),
+    Bug(
         "a kind takes the secrets that it names, and no others",
         "routes_file:_not_of",
         "if secret not in kind.secrets and given.pop(secret):",

@@ -93,6 +93,21 @@ def test_a_huge_answer_is_not_read(receiver_of: Callable[..., Receiver]) -> None
     assert len(Target(receiver.url, from_operator=True).post(b"{}", {}).text) == 200
 
 
+@pytest.mark.parametrize(
+    "path", ["/hook/5f3c0a9e-77f1-4d35", "/a/b?key=5f3c0a9e-77f1-4d35", "/hook/5f3c0a9e%2D77f1-4d35"]
+)
+def test_a_receiver_that_repeats_its_address_does_not_make_it_known(
+    receiver_of: Callable[..., Receiver], path: str
+) -> None:
+    said = f"{'x' * 170} Cannot POST {path}: 5f3c0a9e-77f1-4d35 is not registered"
+    receiver = receiver_of((404, {}, said.encode()), (404, {}, said[150:].encode()))
+    target = Target(receiver.url.removesuffix("/services/T0/B0/secret") + path, from_operator=True)
+    for _ in range(2):
+        answer = target.post(b"{}", {})
+        assert "Cannot POST ***" in answer.text
+        assert "5f3c" not in answer.text
+
+
 def test_nobody_there_is_unreachable_and_the_url_stays_secret() -> None:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))

@@ -41,7 +41,7 @@ def collector(tmp_path: Path) -> Iterator[Callable[..., httpx.Client]]:
 
         def start(**settings: Any) -> httpx.Client:
             path = f"sqlite:///{tmp_path / 'fp8watch.db'}"
-            app = create_app(Settings(path, public_url="https://watch.example", **settings), pages=False)
+            app = create_app(Settings(path, public_url="https://watch.example", insecure=True, **settings), pages=False)
             url = stack.enter_context(served(app, lifespan="on"))
             return stack.enter_context(httpx.Client(base_url=url, timeout=20))
 

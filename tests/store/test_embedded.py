@@ -37,6 +37,17 @@ def test_a_folder_that_is_too_long_for_a_socket_is_refused(tmp_path: Path) -> No
         embedded.start(tmp_path / ("x" * 100))
 
 
+def test_under_root_no_folder_is_opened_to_everybody() -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as made:
+        home = Path(made)
+        folder = home / "fp8watch" / "pg"
+        with pytest.raises(embedded.EmbeddedError, match="XDG_DATA_HOME"):
+            embedded.refuse_private(folder, True)
+        embedded.refuse_private(folder, False)
+        home.chmod(0o755)
+        embedded.refuse_private(folder, True)
+
+
 def test_every_query_of_a_run_is_found_by_its_key(feed: Feed) -> None:
     fill(feed, 300)
     feed.compact()

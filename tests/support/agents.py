@@ -22,6 +22,9 @@ from fp8watch_agent.record import ROW, STEP, Site, StepPresent, TileMap, empty_r
 from fp8watch_agent.recorder import Recorder
 from fp8watch_agent.session import Session
 
+RULE = b'{"rule": "as the test says"}'
+"""Body by which a refusal is known as a collector's."""
+
 
 @dataclass
 class Reply:
@@ -40,6 +43,7 @@ class Collector:
     url: str = ""
     script: list[Reply] = field(default_factory=list)
     always: Reply | None = None
+    refuse_all: Reply | None = None  # registrations as well
     max_body_bytes: int = 1 << 30
     stored: dict[tuple[str, str, int, int], bytes] = field(default_factory=dict)
     maps: dict[int, bytes] = field(default_factory=dict)
@@ -121,9 +125,10 @@ def _handler(collector: Collector) -> type[BaseHTTPRequestHandler]:
             raw = self.rfile.read(int(self.headers.get("Content-Length", 0)))
             with collector.lock:
                 collector.tokens.append(self.headers.get("Authorization"))
-                reply = answer(self.path, raw)
+                reply = collector.refuse_all or answer(self.path, raw)
                 collector.requests.append((self.command, self.path, reply.status))
-            body = b"" if reply.body is None else reply.body
+            body = RULE if reply.status in (400, 409, 415, 422) else b""
+            body = body if reply.body is None else reply.body
             self.send_response(reply.status)
             for name, value in reply.headers.items():
                 self.send_header(name, value)

@@ -144,7 +144,7 @@ def compare_main(argv: list[str]) -> int:
         if args.json:
             as_json(found)
             return 0
-        print(found["sentence"])
+        print(text.plain(found["sentence"]))
         if found["facts"]:
             print()
             say(text.table(("WHAT DIFFERS", "A", "B"), [(f["fact"], f["a"], f["b"]) for f in found["facts"]]))

@@ -14,6 +14,7 @@ import asyncio
 import base64
 import binascii
 import hashlib
+import logging
 import re
 import secrets
 import time
@@ -32,6 +33,8 @@ from fp8watch_server.db.dialect import upsert, writing
 from fp8watch_server.http.away_page import asked_by_a_person, away_page
 from fp8watch_server.http.errors import Problem
 from fp8watch_server.settings import Settings
+
+log = logging.getLogger(__name__)
 
 SCOPES = ("ingest", "read", "admin")
 PREFIX = "fp8w_"
@@ -123,18 +126,30 @@ class Tokens:
 
 
 def install_token(engine: Engine, settings: Settings) -> None:
-    """Store the hash of the token from the settings; it replaces the previous one from the settings."""
+    """Store the hash of the token from the settings; it replaces the previous one from the settings.
+
+    Without one nothing changes: another collector of the database may have it, and its agents send it.
+    """
     c = t.token.c
+    if not settings.token:
+        with engine.connect() as conn:
+            others = conn.execute(sa.select(c.name).where(c.name == SETTINGS_NAME, c.revoked_at.is_(None))).first()
+        if others is not None:
+            log.warning(
+                "the token of FP8WATCH_TOKEN of an earlier start, or of another collector of this database, stays valid; "
+                "if nobody is to use it: fp8watch token revoke %s",
+                SETTINGS_NAME,
+            )
+        return
     with writing(engine) as conn:
         conn.execute(sa.delete(t.token).where(c.name == SETTINGS_NAME))
-        if settings.token:
-            row = {"token_sha256": token_sha256(settings.token), "tenant": t.DEFAULT_TENANT, "name": SETTINGS_NAME}
-            row |= {"scopes": ",".join(SCOPES), "runs": ALL_RUNS}
-            upsert(conn, t.token, [{**row, "created_at": time.time(), "expires_at": None, "revoked_at": None}])
+        row = {"token_sha256": token_sha256(settings.token), "tenant": t.DEFAULT_TENANT, "name": SETTINGS_NAME}
+        row |= {"scopes": ",".join(SCOPES), "runs": ALL_RUNS}
+        upsert(conn, t.token, [{**row, "created_at": time.time(), "expires_at": None, "revoked_at": None}])
 
 
 def check_exposure(engine: Engine, settings: Settings) -> None:
-    """Refuse to listen beyond loopback without a token.
+    """Refuse to be reached from beyond loopback without a token: by its address, or by that of a proxy.
 
     Raises:
         Exposed: with the remedy.
@@ -142,10 +157,11 @@ def check_exposure(engine: Engine, settings: Settings) -> None:
     guarded = any(not grant.expired for grant in read_tokens(engine).grants.values())
     if settings.loopback or settings.insecure or guarded:
         return
+    proxy = f" behind {settings.public_url}" if settings.public_url else ""
     raise Exposed(
-        f"host {settings.host!r} can be reached from other machines, and there is no token: anyone could read "
+        f"host {settings.host!r}{proxy} can be reached from other machines, and there is no token: anyone could read "
         "and write. Make one with `fp8watch token create`, or set FP8WATCH_TOKEN (or FP8WATCH_TOKEN_FILE), listen on "
-        "127.0.0.1, or say --insecure"
+        "127.0.0.1 without a public URL of another name, or say --insecure"
     )
 
 

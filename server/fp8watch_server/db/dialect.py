@@ -11,12 +11,13 @@ queue.
 from __future__ import annotations
 
 import math
+import os
 import struct
 import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -162,8 +163,9 @@ def parse_url(text: str) -> URL:
     remedy = "use sqlite:////absolute/path/fp8watch.db or postgresql+psycopg://user@host/name"
     try:
         url = make_url(text)
-    except ArgumentError as e:
-        raise DatabaseUrlError(f"database URL {text!r} is not a URL; {remedy}") from e
+    except (ArgumentError, ValueError):  # the latter of a port; both repeat what was given, with its password
+        shown = text.partition(":")[0] if ":" in text else text.partition("@")[2] or text
+        raise DatabaseUrlError(f"database URL {shown[:40]!r}… is not a URL; {remedy}") from None
     if url.get_backend_name() not in ("sqlite", "postgresql"):
         raise DatabaseUrlError(
             f"database URL names {url.get_backend_name()!r}; sqlite and postgresql are known; {remedy}"
@@ -191,7 +193,11 @@ def make_engine(database_url: str) -> Engine:
                 "pip install 'psycopg[binary]'"
             ) from e
     try:
-        Path(str(url.database)).resolve().parent.mkdir(parents=True, exist_ok=True)
+        file = Path(str(url.database)).resolve()
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(OSError):  # there already, or SQLite says what is wrong
+            if not str(url.database).startswith("file:"):
+                make_private(file)
     except OSError as e:
         raise DatabaseUrlError(f"the folder of database {url.database!r} cannot be made ({e}); choose another") from e
     engine = sa.create_engine(
@@ -204,6 +210,15 @@ def make_engine(database_url: str) -> Engine:
     sa.event.listen(engine, "connect", _sqlite_connect)
     sa.event.listen(engine, "begin", _sqlite_begin)
     return engine
+
+
+def make_private(file: Path) -> None:
+    """Make an empty file that its owner alone may read: SQLite gives its mode to the files beside it.
+
+    Raises:
+        OSError: it is there already, or cannot be made.
+    """
+    os.close(os.open(file, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600))
 
 
 def close(engine: Engine, within_s: float = LAST_ANSWERS_S) -> None:

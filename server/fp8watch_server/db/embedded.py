@@ -9,7 +9,9 @@ it runs as a system user of its own, because PostgreSQL refuses to run as root.
 
 from __future__ import annotations
 
+import json
 import os
+import stat
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,10 +24,30 @@ import sqlalchemy as sa
 MAX_SOCKET_PATH = 107
 """Linux's limit of a socket path in bytes; beyond it the package would use a folder that everyone can reach."""
 DATABASE = "fp8watch"
+OPEN = stat.S_IRGRP | stat.S_IXGRP | stat.S_IROTH | stat.S_IXOTH
+USERS = ".handle_pids.json"
+"""The package's list of processes that use the server; the last one stops it."""
 
 
 class EmbeddedError(RuntimeError):
     """Why the embedded PostgreSQL is unavailable: value, rule, remedy."""
+
+
+def refuse_private(folder: Path, is_root: bool) -> None:
+    """Refuse a folder that only root may reach: PostgreSQL runs as another user, and the package would open every folder above
+    it to everybody.
+
+    Raises:
+        EmbeddedError: with the remedy.
+    """
+    if not is_root:
+        return
+    for above in folder.parents:
+        if above.exists() and above.stat().st_mode & OPEN != OPEN:
+            raise EmbeddedError(
+                f"{str(above)!r} is closed to others, and under root PostgreSQL runs as a user of its own in {str(folder)!r}; "
+                "set XDG_DATA_HOME to a folder that others may pass, such as /var/lib, or run as a plain user"
+            )
 
 
 @contextmanager
@@ -77,6 +99,7 @@ def start(folder: Path | str, *, database: str = DATABASE, durable: bool = True,
         )
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
+        _forget_the_dead(folder / USERS)
         with _plain_locale():
             get_server(folder, cleanup_mode="stop" if keep else "delete")
     except Exception as e:
@@ -92,6 +115,27 @@ def start(folder: Path | str, *, database: str = DATABASE, durable: bool = True,
         if there is None:
             conn.exec_driver_sql(f"CREATE DATABASE {conn.dialect.identifier_preparer.quote(database)}")
     return url_of(folder, database)
+
+
+def _forget_the_dead(users: Path) -> None:
+    """Take processes that were killed out of the list: the package never does, and the server would run for ever."""
+    try:
+        pids = json.loads(users.read_text())
+    except FileNotFoundError:
+        return
+    living = [pid for pid in pids if _lives(pid)]
+    if living != pids:
+        users.write_text(json.dumps(living))
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
 
 
 def _hurry(conn: Any) -> None:

@@ -13,6 +13,8 @@ from pathlib import Path
 from fp8watch_server.detect.rules import RulesError, load_rules
 from fp8watch_server.detect.thresholds import TABLE
 
+DESCRIPTION = "What a rules file says, before a collector reads it."
+
 
 def main(argv: list[str], false_alarms: Callable[[str | None, str | None], int] | None = None) -> int:
     """Exit status 0: the file can be used. 1: it cannot, with every reason. 2: usage.
@@ -20,7 +22,7 @@ def main(argv: list[str], false_alarms: Callable[[str | None, str | None], int] 
     Args:
         false_alarms: prints what people said was none, of a database and of one mode or all; None: that is not offered.
     """
-    parser = argparse.ArgumentParser(prog="fp8watch rules", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="fp8watch rules", description=DESCRIPTION)
     commands = parser.add_subparsers(dest="command", required=True)
     check = commands.add_parser("check", help="check a rules file")
     check.add_argument("file", type=Path)

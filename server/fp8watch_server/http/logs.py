@@ -40,19 +40,35 @@ class Redacted(logging.Formatter):
 
     def hide(self, secrets: Iterable[str]) -> None:
         """Redact these as well."""
-        found = {part for secret in secrets for part in _ways_to_write(secret) if len(part) >= MIN_SECRET_CHARS}
-        self._secrets = sorted({*self._secrets, *found}, key=len, reverse=True)
+        self._secrets = sorted({*self._secrets, *_all_ways(secrets)}, key=len, reverse=True)
 
     def clean(self, text: str) -> str:
         """Redact and truncate."""
-        for secret in self._secrets:
-            text = text.replace(secret, "***")
+        text = _replaced(text, self._secrets)
         return _BEARER.sub("fp8w_***", text)[:MAX_CHARS]
 
     def parts(self, record: logging.LogRecord) -> tuple[str, str]:
         """Message, and traceback or ''."""
         trace = self.formatException(record.exc_info) if record.exc_info else ""
         return self.clean(record.getMessage()), self.clean(trace)
+
+
+def without(text: str, url: str) -> str:
+    """What a receiver said, without what is secret of its address, which it may repeat: its path in any case."""
+    parts = urlsplit(url)
+    path = f"{parts.path}?{parts.query}" if parts.query else parts.path
+    ways = _all_ways([url, path, parts.path])
+    return _replaced(text, sorted(ways, key=len, reverse=True))
+
+
+def _all_ways(secrets: Iterable[str]) -> set[str]:
+    return {part for secret in secrets for part in _ways_to_write(secret) if len(part) >= MIN_SECRET_CHARS}
+
+
+def _replaced(text: str, longest_first: Iterable[str]) -> str:
+    for secret in longest_first:
+        text = text.replace(secret, "***")
+    return text
 
 
 def _ways_to_write(secret: str) -> Iterator[str]:

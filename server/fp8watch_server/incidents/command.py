@@ -12,6 +12,7 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy.exc import SQLAlchemyError
 
+from fp8watch_agent.terminal.text import plain
 from fp8watch_server.db import migrations, schema
 from fp8watch_server.db.dialect import DatabaseUrlError, engine_of
 from fp8watch_server.detect import command
@@ -46,7 +47,7 @@ def _false_alarms(database_url: str | None, mode: str | None) -> int:
         print(f"fp8watch rules: the database cannot be read ({reason}); check that it is there", file=sys.stderr)
         return EXIT_USAGE
     for row in rows:
-        print(_line(row))
+        print(plain(_line(row)))
     counts = Counter(row["mode"] for row in rows)
     print(", ".join(f"{mode}: {n}" for mode, n in counts.most_common()) or "no incident was marked as a false alarm")
     return 0

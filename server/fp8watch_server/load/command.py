@@ -11,8 +11,8 @@ import sys
 import time
 from pathlib import Path
 
-from fp8watch_agent.settings import read_token_file
-from fp8watch_server.load.drive import LoadReport, Refused, run_load
+from fp8watch_agent.settings import AgentSettings, read_token_file
+from fp8watch_server.load.drive import LoadReport, Refused, reach, run_load
 from fp8watch_server.load.fleet import RANKS_PER_HOST, Fleet, FleetPlan
 from fp8watch_server.load.stream import LoadPlan
 
@@ -92,14 +92,14 @@ def main(argv: list[str] | None = None) -> int:
     try:
         file = os.environ.get("FP8WATCH_TOKEN_FILE")
         token = read_token_file(Path(file)) if file else os.environ.get("FP8WATCH_TOKEN") or None
-        print(f"run {plan.run}: {plan.num_ranks} ranks × {plan.num_sites} sites × {plan.num_steps} steps to {args.url}")
+        url = AgentSettings.from_environ({}, collector=args.url).collector or args.url
+        reach(url, token)
+        print(f"run {plan.run}: {plan.num_ranks} ranks × {plan.num_sites} sites × {plan.num_steps} steps to {url}")
         if args.fleet is not None:
             fleet = FleetPlan(plan, args.fleet, RANKS_PER_HOST, args.broken)
-            report: LoadReport = Fleet(fleet, args.url, token=token, num_senders=args.senders or 8).run()
+            report: LoadReport = Fleet(fleet, url, token=token, num_senders=args.senders or 8).run()
         else:
-            report = run_load(
-                plan, args.url, token=token, rate=args.rate, num_senders=args.senders, prepared=args.prepare
-            )
+            report = run_load(plan, url, token=token, rate=args.rate, num_senders=args.senders, prepared=args.prepare)
     except (Refused, ValueError) as e:
         print(f"fp8watch load: {e}; check --url and FP8WATCH_TOKEN", file=sys.stderr)
         return EXIT_USAGE

@@ -20,6 +20,7 @@ from fp8watch_server.load.model import traits_of
 from fp8watch_server.load.stream import Body, LoadPlan, RankStream
 
 MAX_SENDERS = 32
+REACH_S = 10.0
 MIN_BACKOFF_S, MAX_BACKOFF_S = 0.1, 5.0
 
 
@@ -122,6 +123,19 @@ class _Rank:
 
 class Refused(Exception):
     """The collector accepts nothing until a person changes something: a token, a URL."""
+
+
+def reach(url: str, token: str | None) -> None:
+    """Ask for the collector, once: senders of a load would try again for ever where none is.
+
+    Raises:
+        Refused: nothing answers there, or something that is no collector.
+    """
+    transport = Transport(url, token, timeout_s=REACH_S)
+    answer = transport.get("/readyz")
+    transport.close()
+    if answer.status not in (200, 503):  # 503: it is there, and waits for its database
+        raise Refused(f"no collector answers at {url}: {str(answer)[:200]}")
 
 
 def prepare(plan: LoadPlan, rank: int, *, like: RankStream | None = None) -> list[Body]:

@@ -19,7 +19,7 @@ import zstandard
 
 from fp8watch_agent.joined import JOINED_CONTENT_TYPE, MAX_JOINED, JoinedAnswers, join_bodies
 from fp8watch_agent.session import Registration
-from fp8watch_agent.transport import Answer, ResponseMeaning, Transport, judge
+from fp8watch_agent.transport import Answer, ResponseMeaning, Transport, judge, meaning_of
 from fp8watch_agent.uploader import Uploader
 from fp8watch_agent.wire import Header, decompress
 from fp8watch_server.load.drive import LoadReport, Refused, session_of
@@ -252,7 +252,7 @@ class Fleet:
             took_s = time.perf_counter() - began
             answers = msgspec.json.decode(answer.body, type=JoinedAnswers).answers
             for rank, one in zip(list(waiting), answers, strict=True):
-                meaning = judge(Answer(one.status))
+                meaning = meaning_of(one.status)
                 if meaning is ResponseMeaning.ACKNOWLEDGED:
                     body, num_records = waiting.pop(rank)
                     report.latencies_s.append(took_s)

@@ -24,6 +24,7 @@ from typing import Any
 import urllib3
 from urllib3.exceptions import HTTPError
 
+from fp8watch_server.http.logs import without
 from fp8watch_server.settings.webhook_url import TargetError, check_url, split_url
 
 TIMEOUT_S = 5.0
@@ -79,7 +80,7 @@ class Answer:
 
     status: int
     retry_after_s: float | None
-    text: str  # the beginning of an error's body
+    text: str  # the beginning of an error's body, without the receiver's address
 
 
 @dataclass(frozen=True)
@@ -144,7 +145,7 @@ class Target:
                 return Answer(
                     status=answer.status,
                     retry_after_s=_retry_after_s(answer.headers.get("Retry-After"), answer.headers.get("Date")),
-                    text=text.decode("utf-8", "replace").strip()[:_MAX_ERROR_CHARS],
+                    text=without(text.decode("utf-8", "replace").strip(), self.url)[:_MAX_ERROR_CHARS],
                 )
             finally:
                 answer.close()

@@ -25,12 +25,13 @@ from fp8watch_server.observability.grafana_push import (
 )
 from fp8watch_server.observability.shipped_files import Taken, write
 
+DESCRIPTION = "Dashboards for those whose Grafana is somebody else's, and what else is shipped."
 URL, TOKEN, TOKEN_FILE = "FP8WATCH_GRAFANA_URL", "FP8WATCH_GRAFANA_TOKEN", "FP8WATCH_GRAFANA_TOKEN_FILE"
 EXIT_REFUSED, EXIT_USAGE = 1, 2
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="fp8watch grafana", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="fp8watch grafana", description=DESCRIPTION)
     commands = parser.add_subparsers(dest="command", required=True)
     made = commands.add_parser("push", help="write the dashboards into a Grafana, over those of the same uid")
     made.add_argument("--url", default=None, help=f"root URL of Grafana [{URL}]")

@@ -9,6 +9,7 @@ with it. A spool of a training that runs is shown as it was when the command beg
 from __future__ import annotations
 
 import argparse
+import html
 import re
 import shutil
 import sys
@@ -21,6 +22,7 @@ from fp8watch_agent.ring import RING_SUFFIX
 from fp8watch_agent.settings import AgentSettings
 from fp8watch_agent.spool_segment import SEGMENT_SUFFIX
 from fp8watch_agent.sync import Report, Sync
+from fp8watch_agent.terminal.text import plain
 from fp8watch_agent.transport import Transport
 from fp8watch_agent.uploader import Uploader
 from fp8watch_server.cli import CannotServe, build, listen, url_of
@@ -79,7 +81,7 @@ def _open_report(path: Path, *, browse: bool) -> int:
     if not GENERATOR.search(text[:4096]):
         raise ValueError(f"{path}: must be a report that fp8watch has written; open any other page in a browser")
     title = TITLE.search(text[:65536].decode(errors="replace"))
-    print(title[1].strip() if title else path.name)
+    print(plain(html.unescape(title[1]).strip() if title else path.name))
     address = path.resolve().as_uri()
     if not (browse and webbrowser.open(address)):
         print(f"open it in a browser: {address}")

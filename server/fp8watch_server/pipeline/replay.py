@@ -9,7 +9,6 @@ or less, are not replayed; the command says how many those are.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,17 +19,21 @@ from sqlalchemy.engine import Connection
 from sqlalchemy.pool import StaticPool
 
 from fp8watch_server.db import schema as t
-from fp8watch_server.db.dialect import DatabaseUrlError, engine_of
 from fp8watch_server.detect.engine import DetectionEngine
 from fp8watch_server.detect.finding import facts_of
 from fp8watch_server.detect.rules import RulesError, load_rules
 from fp8watch_server.detect.sessions import sessions_of
 from fp8watch_server.detect.thresholds import DEFAULTS, Thresholds
 from fp8watch_server.pipeline.engine_restore import sites_of
-from fp8watch_server.settings import default_database_url
+from fp8watch_server.settings import Settings
 from fp8watch_server.store import history
+from fp8watch_server.store.command import opened, parser_of, run_command
 
 TENANT = t.DEFAULT_TENANT
+DESCRIPTION = (
+    "The engine again over what is stored, with other thresholds; changes nothing. Read are blocks, and bodies that are still as "
+    "they came. Steps of which retention has left only the roll-up over ranks, or less, are not replayed; how many those are is said."
+)
 
 
 @dataclass(frozen=True)
@@ -86,28 +89,26 @@ def _say(text: object, to: TextIO | None = None) -> None:
 
 def main(argv: list[str]) -> int:
     """Exit status 0: replayed. 1: no such run, or nothing of it is left. 2: usage."""
-    what, _, more = __doc__.partition("\n")
-    parser = argparse.ArgumentParser(prog="fp8watch replay", description=what, epilog=more.rpartition("\n\n")[2])
+    parser = parser_of("replay", DESCRIPTION)
     parser.add_argument("run", help="run id")
     parser.add_argument("--rules", type=Path, help="a rules file instead of the defaults")
-    parser.add_argument("--database-url", default=None, help="default: that of `fp8watch serve`")
-    args = parser.parse_args(argv)
+    return run_command("replay", parser, argv, _replay)
+
+
+def _replay(args: Any, settings: Settings) -> int:
     c = t.incident.c
     try:
         thresholds = load_rules(args.rules).thresholds_for(args.run) if args.rules else DEFAULTS
-        with (
-            engine_of(args.database_url or default_database_url(), must_exist=True) as database,
-            database.connect() as conn,
-        ):
-            got = replay(conn, args.run, thresholds)
-            raised = conn.execute(
-                sa.select(c.first_step, c.last_step, c.severity, c.mode, c.title)
-                .where(c.run_id == args.run, c.tenant == TENANT)
-                .order_by(c.first_step)
-            ).all()
-    except (RulesError, DatabaseUrlError, OSError) as e:
+    except (RulesError, OSError) as e:
         _say(e, sys.stderr)
         return 1
+    with opened(settings) as database, database.connect() as conn:
+        got = replay(conn, args.run, thresholds)
+        raised = conn.execute(
+            sa.select(c.first_step, c.last_step, c.severity, c.mode, c.title)
+            .where(c.run_id == args.run, c.tenant == TENANT)
+            .order_by(c.first_step)
+        ).all()
     if not got.num_batches:
         _say(
             f"run {args.run!r}: no stored batches; give the id of a run whose ranks are still kept in detail",

@@ -17,6 +17,7 @@ from typing import Annotated, Any, get_type_hints
 from urllib.parse import urlsplit
 
 from fp8watch_agent.checks import checked
+from fp8watch_server.db import embedded
 from fp8watch_server.db.dialect import DatabaseUrlError, parse_url
 from fp8watch_server.settings import values as v
 from fp8watch_server.settings.otlp_target import header_pairs
@@ -35,6 +36,11 @@ def data_folder(environ: Mapping[str, str] = os.environ) -> Path:
     """The user's data folder."""
     home = environ.get("XDG_DATA_HOME") or str(Path(environ.get("HOME") or "~").expanduser() / ".local" / "share")
     return Path(home) / "fp8watch"
+
+
+def pg_folder(environ: Mapping[str, str] = os.environ) -> Path:
+    """Where `fp8watch serve --pg` keeps its PostgreSQL."""
+    return (data_folder(environ) / "pg").expanduser().resolve()
 
 
 @dataclass(frozen=True)
@@ -238,12 +244,10 @@ class Settings:
             values[s.name] = s.default if given is None else _checked(s, given, source)
         if values["pg"] and values["database_url"]:
             raise SettingError("FP8WATCH_PG is set together with a database URL; keep one of them")
+        if values["pg"]:
+            values["database_url"] = embedded.url_of(pg_folder(environ), embedded.DATABASE)
         values["database_url"] = values["database_url"] or default_database_url(environ)
-        if (
-            values["queue"]
-            and not values["pg"]
-            and parse_url(values["database_url"]).get_backend_name() != "postgresql"
-        ):
+        if values["queue"] and parse_url(values["database_url"]).get_backend_name() != "postgresql":
             raise SettingError(
                 "FP8WATCH_QUEUE is set with an SQLite database; workers and collectors share a PostgreSQL: set "
                 "FP8WATCH_DATABASE_URL to one, or unset FP8WATCH_QUEUE"
@@ -283,13 +287,9 @@ class Settings:
 
     @property
     def loopback(self) -> bool:
-        """Whether only this machine can reach the collector."""
-        if self.host == "localhost":
-            return True
-        try:
-            return ipaddress.ip_address(self.host.strip("[]")).is_loopback
-        except ValueError:
-            return False
+        """Whether only this machine can reach the collector: a public URL of another name is a proxy's."""
+        public = urlsplit(self.public_url).hostname
+        return _is_loopback(self.host) and (public is None or _is_loopback(public))
 
     def __repr__(self) -> str:
         shown = [
@@ -297,6 +297,15 @@ class Settings:
             for f in fields(self)
         ]
         return f"Settings({', '.join(shown)})"
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
 
 
 def _listed() -> tuple[Setting, ...]:
@@ -337,5 +346,5 @@ def _checked(s: Setting, given: Any, source: str) -> Any:
     except DatabaseUrlError as e:
         raise SettingError(f"{source}: {e}") from e
     except ValueError as e:
-        shown = "(not shown)" if s.secret else repr(given)
+        shown = "(not shown)" if s.secret or "@" in given else repr(given)  # of a URL with a password
         raise SettingError(f"{source}={shown}: {e}") from e

@@ -109,9 +109,14 @@ _SHARD_NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
 
 
 def _file(text: str) -> str:
-    if text and not Path(text).expanduser().is_file():
-        raise msgspec.ValidationError
-    return str(Path(text).expanduser()) if text else ""
+    if not text:
+        return ""
+    path = Path(text).expanduser()
+    try:
+        path.open("rb").close()
+    except OSError as e:
+        raise msgspec.ValidationError from e
+    return str(path)
 
 
 Port = Annotated[int, Meta(ge=0, le=65535), Rule("must be a whole number from 0 (any free port) to 65535", digits)]
@@ -131,7 +136,7 @@ Token = Annotated[
     str, Rule("must be 16 or more ASCII characters without spaces; make one: openssl rand -hex 32", _token)
 ]
 Flag = Annotated[bool, Rule("must be 1 or 0", _flag)]
-File = Annotated[str, Rule("must be a file that is there", _file)]
+File = Annotated[str, Rule("must be a file that is there and may be read", _file)]
 QueueUrl = Annotated[
     str,
     Rule("must be nats://host:4222 or tls://host:4222 of one or more servers, separated by commas", _queue_url),

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from sqlalchemy.engine import URL
 
-from fp8watch_server.db.dialect import parse_url
+from fp8watch_server.db.dialect import make_private, parse_url
 
 PAGES_AT_ONCE = 4096
 
@@ -36,6 +36,8 @@ def backup(database_url: str, target: Path) -> int:
         raise BackupError(f"folder {str(target.parent)!r} is not there; make it, or choose another")
     part = target.with_name(f".{target.name}.part")
     url = parse_url(database_url)
+    part.unlink(missing_ok=True)
+    make_private(part)
     try:
         if url.get_backend_name() == "sqlite":
             _sqlite(Path(str(url.database)), part)
