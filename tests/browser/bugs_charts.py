@@ -10,6 +10,13 @@ T = "tests/pages/test_training_axis.py"
 
 BUGS = [
     Bug(
+        "marks lie in the columns of the map",
+        "pages.health:health_map",
+        'queries.heatmap(conn, run_id, "num_nonfinite", *asked)',
+        'queries.heatmap(conn, run_id, "num_nonfinite", from_step, to_step, points)',
+        "tests/pages/test_health_map.py::test_non_finite_elements_are_marked_alike_on_a_map_of_fewer_columns",
+    ),
+    Bug(
         "smoothing keeps what was measured",
         f"{J}/smooth.js",
         "return sum / norm;",
