@@ -11,6 +11,14 @@ TRIAGE = "tests/incidents/test_triage.py"
 
 BUGS = [
     Bug(
+        "a second press closes no cause",
+        f"{P}/static/inbox.js",
+        "tr.chosen [data-key=e]",
+        "tr.chosen [data-post]",
+        "tests/browser/test_runs_and_inbox.py::"
+        "test_a_cause_is_seen_by_key_and_an_incident_is_assigned_commented_and_marked",
+    ),
+    Bug(
         "a failure that is over asks to be seen",
         "store.incident_states:state_of",
         'incident["seen_at"] is None and incident["severity"] in ASKS_TO_BE_SEEN',
