@@ -11,6 +11,20 @@ TRIAGE = "tests/incidents/test_triage.py"
 
 BUGS = [
     Bug(
+        "an attempt that began behind a failure did none of it again",
+        "store.done_again:done_again",
+        ', c.step <= incident["last_step"])',
+        ")",
+        f"{T}/test_done_again.py::test_pages_of_an_incident_say_that_its_steps_were_done_again",
+    ),
+    Bug(
+        "tiles of a failure are of its own attempt",
+        "store.tile_maps:tile_map",
+        "sa.case((m.attempt == attempt, 0), else_=1), ",
+        "",
+        f"{T}/test_done_again.py::test_its_tiles_are_those_of_its_own_attempt",
+    ),
+    Bug(
         "a second press closes no cause",
         f"{P}/static/inbox.js",
         "tr.chosen [data-key=e]",

@@ -27,6 +27,7 @@ from fp8watch_server.pages import (
 from fp8watch_server.pages.redaction import Redaction
 from fp8watch_server.pages.thumbnail import thumbnail
 from fp8watch_server.store import queries
+from fp8watch_server.store.done_again import done_again
 from fp8watch_server.store.rows import IncidentWithEvents, RunWithSessions, SiteRow
 
 Dict = dict[str, Any]
@@ -106,7 +107,7 @@ def _map(of: Subject) -> Dict | None:
     if of.site is None:
         return None
     rank = (of.incident["place"]["ranks"] or [0])[0]
-    return queries.tile_map(of.conn, of.run_id, of.site["id"], of.incident["first_step"], rank)
+    return queries.tile_map(of.conn, of.run_id, of.site["id"], of.incident["first_step"], rank, of.incident["attempt"])
 
 
 def charts(of: Subject) -> Section | None:
@@ -121,7 +122,8 @@ def charts(of: Subject) -> Section | None:
     if of.site is not None:
         series = queries.several_series(of.conn, of.run_id, of.site["id"], first_site_chart.FIELDS, low, high, POINTS)
         drawn += first_site_chart.amax_charts([series], [(first, of.incident["severity"])], low, high)
-    return Section("Around the step", "report/charts.html", {"charts": drawn}, f"steps {low} to {high}")
+    again = done_again(of.conn, {**of.incident, "run_id": of.run_id})
+    return Section("Around the step", "report/charts.html", {"charts": drawn, "again": again}, f"steps {low} to {high}")
 
 
 def _unlinked(chart: first_chart.Chart) -> first_chart.Chart:

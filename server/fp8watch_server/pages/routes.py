@@ -53,6 +53,7 @@ from fp8watch_server.pages.lookup import RUNS
 from fp8watch_server.pages.templating import page, page_in_parts, problem_page
 from fp8watch_server.pages.what_helped import what_helped
 from fp8watch_server.store import cause_list, checkpoints, queries, run_list
+from fp8watch_server.store.done_again import done_again
 from fp8watch_server.store.incident_states import OPEN, UNSEEN
 from fp8watch_server.store.over_databases import merged_choices
 
@@ -288,6 +289,7 @@ def incident_page(request: Request, incident_id: str) -> HTMLResponse:
             same_cause=cause_list.same_cause(conn, incident),
             helped=what_helped(conn, incident),
             flight=flight_pages.panel_of(run, step),
+            again=done_again(conn, incident),
             checkpoints=safe_to_resume.of_incident(conn, incident),
             fix_files=[(f.name, f.what) for f in TARGETS.values()],
         )

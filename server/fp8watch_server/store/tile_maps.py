@@ -126,14 +126,20 @@ def kept_between(conn: Connection, run_id: str, first: int, last: int) -> dict[s
 
 
 def tile_map(
-    conn: Connection, run_id: str, site: int, step: int | None = None, rank: int | None = None
+    conn: Connection,
+    run_id: str,
+    site: int,
+    step: int | None = None,
+    rank: int | None = None,
+    attempt: int | None = None,
 ) -> dict[str, Any] | None:
     """Every tile of a site in a step, row-major.
 
     {site, step, rank, ranks, shape, cut, amax, scale_inv, flags, num_nonfinite,
     num_underflow, nonfinite, nonfinite_scale_inv, steps_available}; None where there is no such map.
 
-    `step=None` is the newest that is kept, `rank=None` the lowest that has it. `flags` are record.TileFlag.
+    `step=None` is the newest that is kept, `rank=None` the lowest that has it. Where several attempts have the step it is the
+    map of `attempt`, or of the newest. `flags` are record.TileFlag.
     `nonfinite` marks amax, `nonfinite_scale_inv` scale_inv: [[index, "nan" | "inf" | "-inf"], …]. `num_underflow` is null
     throughout where only codes were seen, which do not tell it. Of a map of more than MAX_SHOWN_TILES these are its first rows,
     `shape` is theirs, and `cut` is {shape: of the whole map, num_broken: tiles with NaN, Inf, sentinel or off-scale in the rest}, else null.
@@ -146,7 +152,7 @@ def tile_map(
     rows = conn.execute(
         sa.select(m.rank, m.body)
         .where(m.run_id == run_id, m.tenant == t.DEFAULT_TENANT, m.site == site, m.step == wanted)
-        .order_by(m.rank, m.attempt.desc())
+        .order_by(m.rank, sa.case((m.attempt == attempt, 0), else_=1), m.attempt.desc())
     ).all()
     chosen = next((row for row in rows if rank is None or row.rank == rank), None)
     if chosen is None:
