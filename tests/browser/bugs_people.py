@@ -11,6 +11,27 @@ TRIAGE = "tests/incidents/test_triage.py"
 
 BUGS = [
     Bug(
+        "a rank that ended before the newest attempt has not come",
+        "store.rank_sessions:of_ranks",
+        "sa.or_(s.ended, s.rank",
+        "sa.or_(s.rank",
+        f"{T}/test_ranks_of_a_job.py::test_a_rank_that_ended_before_the_newest_attempt_has_not_come_in_it",
+    ),
+    Bug(
+        "a smaller job has no silent ranks",
+        "store.rank_sessions:of_ranks",
+        'sa.or_(s.ended, s.rank >= int(run["world_size"] or 1))',
+        "s.ended",
+        f"{T}/test_ranks_of_a_job.py::test_ranks_that_a_smaller_job_no_longer_has_are_not_silent",
+    ),
+    Bug(
+        "ranks that lost something are read first",
+        "store.rank_sessions:of_ranks",
+        "told.where(*there, unwell)",
+        "told.where(*there, ~unwell)",
+        f"{T}/test_ranks_of_a_job.py::test_one_rank_of_more_than_a_thousand_that_lost_something_is_named",
+    ),
+    Bug(
         "an attempt that began behind a failure did none of it again",
         "store.done_again:done_again",
         ', c.step <= incident["last_step"])',

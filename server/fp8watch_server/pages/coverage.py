@@ -14,6 +14,7 @@ from typing import Any
 from fp8watch_agent.record import is_probe
 from fp8watch_server.pages.formatting import ago_at, number
 from fp8watch_server.store.queries import STALLED_AFTER_S
+from fp8watch_server.store.rank_sessions import OfRanks
 from fp8watch_server.store.rows import RunWithSessions, SessionRow, SiteRow
 
 Dict = dict[str, Any]
@@ -113,25 +114,26 @@ def _count(health: Mapping[str, Any], name: str) -> int:
     return int(value) if isinstance(value, (int, float)) and value == value and abs(value) < 1e18 else 0
 
 
-def agents(run: RunWithSessions, now: float | None = None) -> Dict:
+def agents(run: RunWithSessions, of: OfRanks, now: float | None = None) -> Dict:
     """Newest session of each rank with its agent's accounting; ranks with problems first."""
     now = time.time() if now is None else now
-    newest: dict[int, SessionRow] = {}
-    for session in run.get("sessions") or []:
-        if session["rank"] not in newest or session["attempt"] > newest[session["rank"]]["attempt"]:
-            newest[session["rank"]] = session
-    rows = [_agent(session, now) for session in newest.values()]
+    rows = [_agent(session, now) for session in of.sessions]
     rows.sort(key=lambda r: (r["well"], r["rank"]))
+    num_unwell = sum(not r["well"] for r in rows) + of.num_unread
     return {
         "rows": rows[:NUM_RANKS],
-        "num_more": max(0, len(rows) - NUM_RANKS),
-        "num_ranks": len(rows),
-        "num_missing": max(0, int(run.get("world_size") or 1) - len(rows)) if len(rows) < 1000 else 0,
-        "num_unwell": sum(not r["well"] for r in rows),
+        "num_more": max(0, of.num_ranks - NUM_RANKS),
+        "num_more_unwell": max(0, num_unwell - NUM_RANKS),
+        "num_ranks": of.num_ranks,
+        "num_missing": max(0, int(run.get("world_size") or 1) - of.num_ranks),
+        "since": f" in attempt {run['attempt']}" if (run.get("attempt") or 1) > 1 else "",
+        "num_unwell": num_unwell,
+        "num_lost": sum(r["num_dropped"] for r in rows),
+        "lost_more": of.num_unread > 0,
     }
 
 
-def _agent(session: SessionRow, now: float) -> Dict:
+def _agent(session: Mapping[str, Any], now: float) -> Dict:
     health = session["health"] or {}
     dropped = {k.removeprefix("dropped_"): _count(health, k) for k in health if k.startswith("dropped_")}
     dropped = {reason: n for reason, n in sorted(dropped.items()) if n}
