@@ -11,6 +11,20 @@ TRIAGE = "tests/incidents/test_triage.py"
 
 BUGS = [
     Bug(
+        "many incidents of one run hide those of no other",
+        "store.queries:incidents_of",
+        "row_number().over(partition_by=c.run_id, ",
+        "row_number().over(",
+        f"{T}/test_run_list.py::test_many_incidents_of_one_run_hide_those_of_no_other",
+    ),
+    Bug(
+        "the loss of a long run is its newest",
+        "pages.page_queries:runs",
+        'thinned = loss["stride"] > 1',
+        "thinned = False",
+        f"{T}/test_run_list.py::test_the_loss_of_a_long_run_is_its_newest",
+    ),
+    Bug(
         "a rank that ended before the newest attempt has not come",
         "store.rank_sessions:of_ranks",
         "sa.or_(s.ended, s.rank",
