@@ -11,6 +11,20 @@ TRIAGE = "tests/incidents/test_triage.py"
 
 BUGS = [
     Bug(
+        "what a fact had no room for is said",
+        "pages.coverage:coverage",
+        "if goes_on(facts.get(name))",
+        "if False",
+        f"{T}/test_lists_say_what_they_leave_out.py::test_lists_of_modules_and_incidents_say_how_many_are_not_shown",
+    ),
+    Bug(
+        "a report counts all that a fact names",
+        "pages.coverage:coverage",
+        "{name: left_out(facts.get(name)) for name in NAMED}",
+        "{name: left_out(facts.get(name))[:NUM_LEFT_OUT] for name in NAMED}",
+        f"{T}/test_lists_say_what_they_leave_out.py::test_lists_of_modules_and_incidents_say_how_many_are_not_shown",
+    ),
+    Bug(
         "many incidents of one run hide those of no other",
         "store.queries:incidents_of",
         "row_number().over(partition_by=c.run_id, ",

@@ -28,6 +28,10 @@ GEMMS = {
     "emulated": "dequantised operands are multiplied in float32",
 }
 """How the products of what computes in FP8 are made, by fact `gemm`."""
+NAMED = ("left_out", "not_taken", "not_counted", "silent", "not_in_fp8")
+"""Facts of a session that name modules, each with its reason."""
+FACT_CHARS = 2000
+"""So much of a fact is sent at most."""
 _ITEM = re.compile(r"([^;()]+?) \(((?:[^()]|\([^()]*\))*)\)(?:; |$)")
 
 
@@ -49,6 +53,12 @@ def left_out(text: object) -> list[tuple[str, str]]:
         return []
     found = [(m[1].strip(), m[2]) for m in _ITEM.finditer(text)]
     return found or [(text[:200], "")]
+
+
+def goes_on(text: object) -> bool:
+    """Whether there may be more than a fact names: one more of its items had no room in it, or its last one is cut off."""
+    items = text.split("; ") if isinstance(text, str) else []
+    return bool(items) and len(str(text)) + len("; ") + max(len(item) for item in items) > FACT_CHARS
 
 
 def not_watching(facts: Mapping[str, Any] | None) -> str | None:
@@ -76,7 +86,6 @@ def coverage(run: RunWithSessions, sites: Sequence[SiteRow]) -> Dict:
         groups.setdefault(key, set()).add(site["module"])
     names = ("operand", "direction", "format", "tile", "scales", "recipe", "backend")
     rows = [dict(zip(names, key, strict=True)) | {"num_modules": len(of)} for key, of in groups.items()]
-    out = left_out(facts.get("left_out"))
     not_called = [name for name in str(facts.get("not_called") or "").split("; ") if name]
     probed = {s["module"] for s in sites if is_probe(s["operand"], s["recipe"])}
     quantised = {s["module"] for s in sites if not is_probe(s["operand"], s["recipe"])}
@@ -87,14 +96,11 @@ def coverage(run: RunWithSessions, sites: Sequence[SiteRow]) -> Dict:
         "gemm": GEMMS.get(str(facts.get("gemm") or ""), ""),
         "device": str(facts.get("device") or ""),
         "groups": rows[:24],
-        "left_out": out[:NUM_LEFT_OUT],
-        "num_more": max(0, len(out) - NUM_LEFT_OUT),
         "observed": observed(facts),
-        "not_taken": left_out(facts.get("not_taken"))[:NUM_LEFT_OUT],
-        "not_counted": left_out(facts.get("not_counted"))[:NUM_LEFT_OUT],
-        "not_called": not_called[:NUM_LEFT_OUT],
-        "silent": left_out(facts.get("silent"))[:NUM_LEFT_OUT],
-        "not_in_fp8": left_out(facts.get("not_in_fp8"))[:NUM_LEFT_OUT],
+        **{name: left_out(facts.get(name)) for name in NAMED},
+        "not_called": not_called,
+        "goes_on": [name for name in (*NAMED, "not_called") if goes_on(facts.get(name))],
+        "num_shown": NUM_LEFT_OUT,
         "precisions": [
             (str(name).removeprefix(PRECISION), str(text))
             for name, text in facts.items()
