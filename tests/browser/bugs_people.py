@@ -258,7 +258,7 @@ BUGS = [
     ),
     Bug(
         "a zoom knows what was usual before it",
-        "pages.health:_deviations",
+        "pages.health:_asked",
         "max(0, first - before)",
         "first",
         f"{T}/test_deviation.py::test_map_and_worst_sites_show_the_site_that_left_its_band",
