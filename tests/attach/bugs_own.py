@@ -128,7 +128,7 @@ OWN_BUGS = [
     Bug("the FP8 path refuses forward mode in words", "vmap_rules:refused_forward_mode", 'if "forward mode" not in str(error):',
         "if True:", f"{_VMAP}test_the_fp8_path_refuses_what_it_cannot_do_with_the_remedy"),
     Bug("what is announced and silent is on the page", "server/fp8watch_server/pages/coverage.py",
-        '"silent": left_out(facts.get("silent"))[:NUM_LEFT_OUT],', '"silent": [],',
+        "left_out(facts.get(name)) for name in NAMED", 'left_out(facts.get(name) if name != "silent" else None) for name in NAMED',
         "tests/integration/test_whole_way.py::test_a_class_that_cannot_be_read_and_a_module_never_called_are_on_the_page"),
     Bug("a rank's part of a weight is observed", "own_parameters:select_own", "(OWN_FORWARD, TENSOR_PARALLEL)", "(OWN_FORWARD,)", _RANKS),
     Bug("a rank's part of a gradient is observed", "observe_gemm:_hook_on", "grad = local_part(grad)", "pass", _RANKS),

@@ -10,6 +10,27 @@ T = "tests/pages/test_training_axis.py"
 
 BUGS = [
     Bug(
+        "an empty chart forgets what was drawn",
+        f"{J}/charts.js",
+        "window.Plotly.purge(element);",
+        "return;",
+        "tests/browser/test_states_and_clicks.py::test_a_chart_with_nothing_to_show_shows_nothing_of_before",
+    ),
+    Bug(
+        "a chart that fails is not shown under another name",
+        f"{J}/charts.js",
+        "(element.dataset.shows ?? opened) === chosen()",
+        "true",
+        "tests/browser/test_states_and_clicks.py::test_a_chart_with_nothing_to_show_shows_nothing_of_before",
+    ),
+    Bug(
+        "marks lie in the columns of the map",
+        "pages.health:health_map",
+        'queries.heatmap(conn, run_id, "num_nonfinite", *asked)',
+        'queries.heatmap(conn, run_id, "num_nonfinite", from_step, to_step, points)',
+        "tests/pages/test_health_map.py::test_non_finite_elements_are_marked_alike_on_a_map_of_fewer_columns",
+    ),
+    Bug(
         "smoothing keeps what was measured",
         f"{J}/smooth.js",
         "return sum / norm;",

@@ -11,6 +11,77 @@ TRIAGE = "tests/incidents/test_triage.py"
 
 BUGS = [
     Bug(
+        "what a fact had no room for is said",
+        "pages.coverage:coverage",
+        "if goes_on(facts.get(name))",
+        "if False",
+        f"{T}/test_lists_say_what_they_leave_out.py::test_lists_of_modules_and_incidents_say_how_many_are_not_shown",
+    ),
+    Bug(
+        "a report counts all that a fact names",
+        "pages.coverage:coverage",
+        "{name: left_out(facts.get(name)) for name in NAMED}",
+        "{name: left_out(facts.get(name))[:NUM_LEFT_OUT] for name in NAMED}",
+        f"{T}/test_lists_say_what_they_leave_out.py::test_lists_of_modules_and_incidents_say_how_many_are_not_shown",
+    ),
+    Bug(
+        "many incidents of one run hide those of no other",
+        "store.queries:incidents_of",
+        "row_number().over(partition_by=c.run_id, ",
+        "row_number().over(",
+        f"{T}/test_run_list.py::test_many_incidents_of_one_run_hide_those_of_no_other",
+    ),
+    Bug(
+        "the loss of a long run is its newest",
+        "pages.page_queries:runs",
+        'thinned = loss["stride"] > 1',
+        "thinned = False",
+        f"{T}/test_run_list.py::test_the_loss_of_a_long_run_is_its_newest",
+    ),
+    Bug(
+        "a rank that ended before the newest attempt has not come",
+        "store.rank_sessions:of_ranks",
+        "sa.or_(s.ended, s.rank",
+        "sa.or_(s.rank",
+        f"{T}/test_ranks_of_a_job.py::test_a_rank_that_ended_before_the_newest_attempt_has_not_come_in_it",
+    ),
+    Bug(
+        "a smaller job has no silent ranks",
+        "store.rank_sessions:of_ranks",
+        'sa.or_(s.ended, s.rank >= int(run["world_size"] or 1))',
+        "s.ended",
+        f"{T}/test_ranks_of_a_job.py::test_ranks_that_a_smaller_job_no_longer_has_are_not_silent",
+    ),
+    Bug(
+        "ranks that lost something are read first",
+        "store.rank_sessions:of_ranks",
+        "told.where(*there, unwell)",
+        "told.where(*there, ~unwell)",
+        f"{T}/test_ranks_of_a_job.py::test_one_rank_of_more_than_a_thousand_that_lost_something_is_named",
+    ),
+    Bug(
+        "an attempt that began behind a failure did none of it again",
+        "store.done_again:done_again",
+        ', c.step <= incident["last_step"])',
+        ")",
+        f"{T}/test_done_again.py::test_pages_of_an_incident_say_that_its_steps_were_done_again",
+    ),
+    Bug(
+        "tiles of a failure are of its own attempt",
+        "store.tile_maps:tile_map",
+        "sa.case((m.attempt == attempt, 0), else_=1), ",
+        "",
+        f"{T}/test_done_again.py::test_its_tiles_are_those_of_its_own_attempt",
+    ),
+    Bug(
+        "a second press closes no cause",
+        f"{P}/static/inbox.js",
+        "tr.chosen [data-key=e]",
+        "tr.chosen [data-post]",
+        "tests/browser/test_runs_and_inbox.py::"
+        "test_a_cause_is_seen_by_key_and_an_incident_is_assigned_commented_and_marked",
+    ),
+    Bug(
         "a failure that is over asks to be seen",
         "store.incident_states:state_of",
         'incident["seen_at"] is None and incident["severity"] in ASKS_TO_BE_SEEN',
@@ -187,7 +258,7 @@ BUGS = [
     ),
     Bug(
         "a zoom knows what was usual before it",
-        "pages.health:_deviations",
+        "pages.health:_asked",
         "max(0, first - before)",
         "first",
         f"{T}/test_deviation.py::test_map_and_worst_sites_show_the_site_that_left_its_band",

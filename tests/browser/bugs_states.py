@@ -11,6 +11,20 @@ T = "tests/pages"
 
 BUGS = [
     Bug(
+        "a page that could not be renewed tries again",
+        f"{J}/live.js",
+        "stale = await refresh().then(() => false, () => true);",
+        "await refresh().catch(() => {});",
+        f"{B}/test_live.py::test_a_page_that_cannot_be_renewed_says_so_and_tries_again",
+    ),
+    Bug(
+        "a page of what is gone says so",
+        f"{J}/live.js",
+        "if (answer.status === 404) return location.reload();",
+        "",
+        f"{B}/test_live.py::test_the_page_of_a_run_that_was_deleted_says_so",
+    ),
+    Bug(
         "of several incidents of one step the most severe lies on top",
         "first_chart:training_chart",
         'UNDERNEATH.get(i["severity"], 0)',

@@ -192,3 +192,36 @@ def test_a_click_and_the_focus_outlive_the_renewal_of_their_part(page: Page, col
     page.mouse.up()
     page.wait_for_url("**sort=owner*")
     collector.client.delete("/api/v1/runs/pressed")  # other tests sort by tags
+
+
+def test_a_page_that_cannot_be_renewed_says_so_and_tries_again(
+    page: Page, collector: Collector, watched: Watched
+) -> None:
+    run = synthetic.Run(collector.client, "busy", "busy", sites=synthetic.make_sites(1)[:1], session="4" * 32)
+    run.register().send(range(10))
+    url = collector.url("/runs/busy")
+    page.goto(url)
+    drawn(page)
+    expect(page.locator("#live")).to_have_text("live")
+    page.route(url, lambda route: route.fulfill(status=503))
+    run.send(range(10, 20), ended=True)  # and nothing comes after it
+    expect(page.locator("#live")).to_have_text("could not be renewed, trying again")
+    expect(page.locator("#live")).to_have_class("live off")
+    page.unroute(url)
+    expect(page.locator("#facts")).to_contain_text("19")
+    expect(page.locator("#live")).to_have_text("ended")
+    assert all("503" in e for e in watched.errors)
+    watched.errors.clear()
+    collector.client.delete("/api/v1/runs/busy")
+
+
+def test_the_page_of_a_run_that_was_deleted_says_so(page: Page, collector: Collector, watched: Watched) -> None:
+    run = synthetic.Run(collector.client, "deleted", "deleted", sites=synthetic.make_sites(1)[:1], session="3" * 32)
+    run.register().send(range(10))
+    page.goto(collector.url("/runs/deleted"))
+    drawn(page)
+    expect(page.locator("#live")).to_have_text("live")
+    assert collector.client.delete("/api/v1/runs/deleted").is_success
+    expect(page.get_by_role("heading", level=1)).to_have_text("No such run")
+    assert all("404" in e for e in watched.errors)
+    watched.errors.clear()

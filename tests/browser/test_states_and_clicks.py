@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
+
 import pytest
-from browser.kit import Collector, drawn, point_of_tile, until
+from browser.kit import Collector, Watched, drawn, point_of_tile, until
+from pages import synthetic
 from pages.synthetic import FAULT_MODULE, FAULT_SITE, FAULT_STEP, FAULT_TILE
 from playwright.sync_api import Page, expect
 
@@ -178,3 +182,48 @@ def test_keys_of_a_map_and_of_charts(page: Page, collector: Collector) -> None:
     page.keyboard.press("0")
     until(page, "document.getElementById('amax').data[0].x.length === 120")
     assert "from" not in page.url
+
+
+def test_a_chart_with_nothing_to_show_shows_nothing_of_before(
+    page: Page, collector: Collector, watched: Watched
+) -> None:
+    of_norm = {"module": "norm", "operand": "output", "gemm": "probe", "format": "", "id": 77, "order": 99}
+    sites = synthetic.make_sites(1)
+    probe = dataclasses.replace(sites[0], **of_norm)
+    run = synthetic.Run(collector.client, "probed", "probed run", sites=[*sites, probe], session="6" * 32).register()
+    run.send(range(8), fault=False)
+    page.goto(collector.url("/runs/probed"))
+    drawn(page)
+    health, maps, operands = (
+        page.locator("#health"),
+        page.locator("[data-tabs=map]"),
+        page.locator("[data-tabs=operand]"),
+    )
+    labels = "document.getElementById('health').layout?.yaxis.ticktext.join()"
+    operands.locator("[data-value=output]").click()
+    until(page, f"{labels} === 'norm'")
+    maps.locator("[data-value=tile_sqnr_db]").click()
+    expect(health.locator(".nothing")).to_have_text("No site was measured here.")
+    expect(health.locator(".plotly")).to_have_count(0)
+    assert page.locator("#health").evaluate("e => e.closest('.panel').querySelector('.chartmenu') === null")
+
+    maps.locator("[data-value=amax_max]").click()
+    until(page, f"{labels} === 'norm'")
+    expect(health.locator(".nothing")).to_have_count(0)
+    click(page, "health", 5, 0)  # a point of it leads to its site again
+    page.wait_for_url("**/sites/77?step=5")
+
+    page.goto(collector.url("/runs/probed?map=amax_max"))
+    drawn(page)
+    broken = re.compile("health.json")
+    page.route(broken, lambda route: route.fulfill(status=503))
+    page.evaluate("document.dispatchEvent(new CustomEvent('fp8watch:live'))")
+    page.wait_for_timeout(300)
+    expect(health.locator(".nothing")).to_have_count(0)  # the same again: what was drawn stays
+    maps.locator("[data-value=underflow_ratio]").click()
+    expect(health.locator(".nothing")).to_contain_text("No data for this chart")
+    page.unroute(broken)
+    maps.locator("[data-value=num_nonfinite]").click()
+    until(page, "document.querySelector('#health.js-plotly-plot') !== null")
+    assert all("503" in e for e in watched.errors)
+    watched.errors.clear()

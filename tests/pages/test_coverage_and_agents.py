@@ -14,6 +14,7 @@ from pages.collector import make_app, serving
 from fp8watch_server.pages.coverage import agents, left_out
 from fp8watch_server.pages.formatting import number
 from fp8watch_server.pages.live import Topic, version
+from fp8watch_server.store.rank_sessions import OfRanks
 
 
 def words(html: str, panel: str) -> str:
@@ -148,9 +149,7 @@ def test_ranks_that_need_somebody_come_first_and_are_counted() -> None:
     sessions[54] = session_of(
         54, health={"overhead_ratio": 0.3}
     )  # steps of a small model are short: no fault of the agent
-    sessions[53] = session_of(53, attempt=2)
-    sessions.append(session_of(53, last_seen_at=0.0))  # of the attempt before
-    got = agents({"sessions": sessions, "world_size": 66})
+    got = agents({"world_size": 66}, OfRanks(sessions, len(sessions)))
     assert [r["rank"] for r in got["rows"][:3]] == [40, 50, 52]
     assert (got["num_unwell"], got["num_ranks"], got["num_missing"], got["num_more"]) == (3, 64, 2, 32)
     assert got["rows"][0]["dropped"] == {"ring_full": 17}
@@ -164,14 +163,15 @@ def test_ranks_that_need_somebody_come_first_and_are_counted() -> None:
 @pytest.mark.parametrize("ended", [True, False])
 def test_records_on_a_disk_are_told_of_the_moment_that_is_known(ended: bool) -> None:
     """`fp8watch sync` sends the health that was written with them: behind it they wait no more."""
-    [row] = agents({"sessions": [session_of(0, health={"spooled": 16218.0}, ended=ended)], "world_size": 1})["rows"]
+    spooled = session_of(0, health={"spooled": 16218.0}, ended=ended)
+    [row] = agents({"world_size": 1}, OfRanks([spooled], 1))["rows"]
     said = "lay on its disk when it ended; fp8watch sync sends what has not come" if ended else "wait on its disk"
     assert row["why"] == [f"{number(16218)} records {said}"]
 
 
 def test_hostile_health_is_no_stack_trace() -> None:
     odd = session_of(0, health={"acknowledged": float("nan"), "dropped_x": float("inf"), "overhead_ratio": "nan"})
-    got = agents({"sessions": [odd, {**session_of(1), "health": None}], "world_size": None})
+    got = agents({"world_size": None}, OfRanks([odd, {**session_of(1), "health": None}], 2))
     assert got["num_ranks"] == 2
 
 

@@ -15,6 +15,7 @@ from fp8watch_server.pages.coverage import agents
 from fp8watch_server.pages.headline import Watched, headline, in_order, need_of
 from fp8watch_server.pages.page_queries import _by_state
 from fp8watch_server.store import run_list
+from fp8watch_server.store.rank_sessions import OfRanks
 
 RUN = {"id": "r", "status": "running", "last_step": 299, "last_seen_at": time.time(), "world_size": 1, "num_sites": 89}
 EACH = Watched(0, 299, 89, 1.0)
@@ -33,7 +34,14 @@ def says(
     """Tone and sentence."""
     session = {"rank": 0, "attempt": 1, "host": "h", "ended": False, "versions": {}, "last_seen_at": time.time()}
     of_run = {**RUN, **(run or {}), "sessions": [{**session, "health": {}}] if sessions is None else sessions}
-    got = headline(of_run, incidents, not_watching, agents(of_run), seen, observed=observed)
+    got = headline(
+        of_run,
+        incidents,
+        not_watching,
+        agents(of_run, OfRanks(of_run["sessions"], len(of_run["sessions"]))),
+        seen,
+        observed=observed,
+    )
     return got.tone, got.sentence
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from pages import synthetic
+from pages.collector import make_app, serving
 from pages.synthetic import FAULT_MODULE, FAULT_SITE, FAULT_STEP
 
+from fp8watch_server.store import deviation
 from fp8watch_server.store.site_rows import MAX_ROWS, rows_of
 
 
@@ -62,8 +65,6 @@ def test_ten_thousand_sites_are_a_bounded_map() -> None:
 
 def test_what_was_never_quantised_is_no_alarm_and_its_nan_is_one(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Probes lose nothing: their tile SQNR is +Inf, which is the best that there is."""
-    from pages.collector import make_app, serving
-
     from fp8watch_agent.record import Site
 
     sites = synthetic.make_sites(1)
@@ -104,3 +105,29 @@ def test_what_was_never_quantised_is_no_alarm_and_its_nan_is_one(tmp_path_factor
         ((row, column, site, text),) = got["marks"]
         assert (got["rows"][row]["label"], got["steps"][column], site) == ("norm", 23, 77)
         assert text == "5 non-finite elements"
+
+
+def test_non_finite_elements_are_marked_alike_on_a_map_of_fewer_columns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Deviations of many sites have wider columns than their counts alone would have."""
+    step = 50
+
+    def spoil(steps: Any, rows: Any) -> None:
+        rows.reshape(len(steps), -1)["num_nan"][steps["step"] == step, 0] = 3
+
+    with serving(make_app(tmp_path)) as client:
+        run = synthetic.Run(client, "r", "r", sites=synthetic.make_sites(1)).register()
+        for first in range(0, 400, 100):
+            run.send(range(first, first + 100), fault=False, change=spoil)
+        monkeypatch.setattr(deviation, "MAX_CELLS", 100 * len(run.sites))
+        for steps in ("", "&from=20&to=390"):
+            marked = {}
+            for field in ("num_nonfinite", "amax_deviation", "sqnr_deviation"):
+                got = client.get(f"/runs/r/health.json?field={field}{steps}").json()
+                marked[field] = [(got["steps"][j], site, text) for _, j, site, text in got["marks"]]
+            assert marked["num_nonfinite"] == [(step, run.sites[0].id, "3 non-finite elements")]
+            for field in ("amax_deviation", "sqnr_deviation"):
+                ((at, site, text),) = marked[field]
+                assert (site, text) == (run.sites[0].id, "3 non-finite elements")
+                assert at <= step < at + 8

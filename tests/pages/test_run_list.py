@@ -17,6 +17,7 @@ from support.database import fresh_database
 
 from fp8watch_server.db import schema as t
 from fp8watch_server.db.dialect import make_engine, writing
+from fp8watch_server.pages import page_queries
 from fp8watch_server.store import run_list
 from fp8watch_server.store.run_list import Wanted
 
@@ -203,3 +204,41 @@ def test_ten_thousand_runs_and_five_thousand_incidents_are_quick(kind: str, tmp_
         assert max(spent.values()) < FIRST_PAINT_S
         app.state.ingest.stop()
         app.state.engine.dispose()
+
+
+@pytest.mark.parametrize("kind", ["sqlite", "postgresql"])
+def test_many_incidents_of_one_run_hide_those_of_no_other(kind: str) -> None:
+    with fresh_database(kind) as url:
+        engine = make_engine(url)
+        fill(engine, 2, 1201, NOW)  # all of them of run-00000
+        c = t.incident.c
+        with writing(engine, turn_s=10) as conn:
+            old = {"status": "open", "severity": "critical", "opened_at": NOW - 5000}
+            conn.execute(sa.update(t.incident).where(c.id == f"{1200:032x}").values(run_id="run-00001", **old))
+            conn.execute(sa.update(t.incident).where(c.id == f"{1199:032x}").values(**old))
+        with engine.connect() as conn:
+            rows = {row["id"]: row for row in page_queries.runs([conn], Wanted())["rows"]}
+            first, *_ = page_queries.incidents(conn, "run-00000")
+        engine.dispose()
+    few, all_ = rows["run-00001"], rows["run-00000"]
+    assert ([i["id"] for i in few["incidents"]], few["num_incidents"], few["num_over"]) == ([f"{1200:032x}"], 1, 0)
+    assert len(all_["incidents"]) == 3
+    assert all_["num_incidents"] + all_["num_over"] == 1200
+    assert {i["severity"] for i in all_["incidents"]} == {"critical"}
+    assert first["state"] == "open"
+    assert first["severity"] == "critical"
+
+
+def test_the_loss_of_a_long_run_is_its_newest(client: httpx.Client) -> None:
+    """Of the line only the smallest and the largest of each stretch are kept."""
+
+    def noisy(steps: Any, rows: Any) -> None:
+        steps["loss"] = 3.0 + 0.5 * (-1.0) ** steps["step"]
+        steps["loss"][steps["step"] == 199] = 3.0625
+
+    run = synthetic.Run(client, "long", "long", sites=synthetic.make_sites(1)[:1]).register()
+    run.send(range(200), fault=False, change=noisy)
+    row = re.search(r"<tr[^>]*>(?:(?!</tr>).)*href=\"/runs/long\".*?</tr>", client.get("/").text, re.S)
+    assert row is not None
+    assert "3.062" in row[0]
+    assert 'title="step 199"' in row[0]

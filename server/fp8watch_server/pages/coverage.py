@@ -14,6 +14,7 @@ from typing import Any
 from fp8watch_agent.record import is_probe
 from fp8watch_server.pages.formatting import ago_at, number
 from fp8watch_server.store.queries import STALLED_AFTER_S
+from fp8watch_server.store.rank_sessions import OfRanks
 from fp8watch_server.store.rows import RunWithSessions, SessionRow, SiteRow
 
 Dict = dict[str, Any]
@@ -29,6 +30,10 @@ GEMMS = {
     "emulated": "dequantised operands are multiplied in float32",
 }
 """How the products of what computes in FP8 are made, by fact `gemm`."""
+NAMED = ("left_out", "not_taken", "not_counted", "silent", "not_in_fp8")
+"""Facts of a session that name modules, each with its reason."""
+FACT_CHARS = 2000
+"""So much of a fact is sent at most."""
 _ITEM = re.compile(r"([^;()]+?) \(((?:[^()]|\([^()]*\))*)\)(?:; |$)")
 
 
@@ -50,6 +55,12 @@ def left_out(text: object) -> list[tuple[str, str]]:
         return []
     found = [(m[1].strip(), m[2]) for m in _ITEM.finditer(text)]
     return found or [(text[:200], "")]
+
+
+def goes_on(text: object) -> bool:
+    """Whether there may be more than a fact names: one more of its items had no room in it, or its last one is cut off."""
+    items = text.split("; ") if isinstance(text, str) else []
+    return bool(items) and len(str(text)) + len("; ") + max(len(item) for item in items) > FACT_CHARS
 
 
 def not_watching(facts: Mapping[str, Any] | None) -> str | None:
@@ -77,7 +88,6 @@ def coverage(run: RunWithSessions, sites: Sequence[SiteRow]) -> Dict:
         groups.setdefault(key, set()).add(site["module"])
     names = ("operand", "direction", "format", "tile", "scales", "recipe", "backend")
     rows = [dict(zip(names, key, strict=True)) | {"num_modules": len(of)} for key, of in groups.items()]
-    out = left_out(facts.get("left_out"))
     not_called = [name for name in str(facts.get("not_called") or "").split("; ") if name]
     probed = {s["module"] for s in sites if is_probe(s["operand"], s["recipe"])}
     quantised = {s["module"] for s in sites if not is_probe(s["operand"], s["recipe"])}
@@ -88,14 +98,11 @@ def coverage(run: RunWithSessions, sites: Sequence[SiteRow]) -> Dict:
         "gemm": GEMMS.get(str(facts.get("gemm") or ""), ""),
         "device": str(facts.get("device") or ""),
         "groups": rows[:24],
-        "left_out": out[:NUM_LEFT_OUT],
-        "num_more": max(0, len(out) - NUM_LEFT_OUT),
         "observed": observed(facts),
-        "not_taken": left_out(facts.get("not_taken"))[:NUM_LEFT_OUT],
-        "not_counted": left_out(facts.get("not_counted"))[:NUM_LEFT_OUT],
-        "not_called": not_called[:NUM_LEFT_OUT],
-        "silent": left_out(facts.get("silent"))[:NUM_LEFT_OUT],
-        "not_in_fp8": left_out(facts.get("not_in_fp8"))[:NUM_LEFT_OUT],
+        **{name: left_out(facts.get(name)) for name in NAMED},
+        "not_called": not_called,
+        "goes_on": [name for name in (*NAMED, "not_called") if goes_on(facts.get(name))],
+        "num_shown": NUM_LEFT_OUT,
         "precisions": [
             (str(name).removeprefix(PRECISION), str(text))
             for name, text in facts.items()
@@ -115,25 +122,26 @@ def _count(health: Mapping[str, Any], name: str) -> int:
     return int(value) if isinstance(value, (int, float)) and value == value and abs(value) < 1e18 else 0
 
 
-def agents(run: RunWithSessions, now: float | None = None) -> Dict:
+def agents(run: RunWithSessions, of: OfRanks, now: float | None = None) -> Dict:
     """Newest session of each rank with its agent's accounting; ranks with problems first."""
     now = time.time() if now is None else now
-    newest: dict[int, SessionRow] = {}
-    for session in run.get("sessions") or []:
-        if session["rank"] not in newest or session["attempt"] > newest[session["rank"]]["attempt"]:
-            newest[session["rank"]] = session
-    rows = [_agent(session, now) for session in newest.values()]
+    rows = [_agent(session, now) for session in of.sessions]
     rows.sort(key=lambda r: (r["well"], r["rank"]))
+    num_unwell = sum(not r["well"] for r in rows) + of.num_unread
     return {
         "rows": rows[:NUM_RANKS],
-        "num_more": max(0, len(rows) - NUM_RANKS),
-        "num_ranks": len(rows),
-        "num_missing": max(0, int(run.get("world_size") or 1) - len(rows)) if len(rows) < 1000 else 0,
-        "num_unwell": sum(not r["well"] for r in rows),
+        "num_more": max(0, of.num_ranks - NUM_RANKS),
+        "num_more_unwell": max(0, num_unwell - NUM_RANKS),
+        "num_ranks": of.num_ranks,
+        "num_missing": max(0, int(run.get("world_size") or 1) - of.num_ranks),
+        "since": f" in attempt {run['attempt']}" if (run.get("attempt") or 1) > 1 else "",
+        "num_unwell": num_unwell,
+        "num_lost": sum(r["num_dropped"] for r in rows),
+        "lost_more": of.num_unread > 0,
     }
 
 
-def _agent(session: SessionRow, now: float) -> Dict:
+def _agent(session: Mapping[str, Any], now: float) -> Dict:
     health = session["health"] or {}
     dropped = {k.removeprefix("dropped_"): _count(health, k) for k in health if k.startswith("dropped_")}
     dropped = {reason: n for reason, n in sorted(dropped.items()) if n}

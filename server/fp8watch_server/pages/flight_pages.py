@@ -17,6 +17,7 @@ from fp8watch_server.pages import flight_still, live, lookup
 from fp8watch_server.pages.error_pages import Link
 from fp8watch_server.pages.templating import THEMES, page
 from fp8watch_server.store import flight, queries
+from fp8watch_server.store.done_again import done_again
 from fp8watch_server.store.flight_words import band_words, by_step, said
 from fp8watch_server.store.rows import IncidentWithEvents, RunWithSessions
 
@@ -51,6 +52,7 @@ def _page(
     return page(
         request, "flight.html", watch=watch, run=run, incident=incident, flight=panel_of(run, at, span),
         playhead=lookup.integer("step", request.query_params.get("step"), back), said=said(found), table=by_step(found),
+        again=done_again(conn, incident) if incident else None,
     )  # fmt: skip
 
 

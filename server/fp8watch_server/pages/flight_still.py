@@ -18,6 +18,7 @@ from sqlalchemy import Connection
 from fp8watch_server.incidents.bidi import visible
 from fp8watch_server.pages import assets
 from fp8watch_server.store import flight, queries
+from fp8watch_server.store.done_again import done_again
 from fp8watch_server.store.flight_words import said
 
 WIDTH, LEFT, GAP, TOP, RIGHT = 1100, 200, 16, 62, 8
@@ -41,7 +42,7 @@ def still(
     written to a file or put into HTML as it is. Ids of elements are prefixed with the incident's.
 
     Args:
-        incident: as queries.incident gives it; run_id, id and first_step are read.
+        incident: as queries.incident gives it; run_id, id, attempt, place and its steps are read.
         theme: "light" or "dark": the colours of the pages.
         span: steps before and after the first one.
         names: module -> what is written instead of its name, where names must not leave the house.
@@ -58,7 +59,8 @@ def still(
     found = flight.around(conn, run, sites, int(incident["first_step"]), span)
     data = flight.as_json(conn, run["id"], found)
     key = "f" + re.sub(r"[^0-9A-Za-z]", "", str(incident["id"]))
-    return drawn(data, said(found), key, theme).encode()
+    again = done_again(conn, incident)
+    return drawn(data, [*([again.words()] if again else []), *said(found)], key, theme).encode()
 
 
 @lru_cache(maxsize=4)

@@ -189,7 +189,7 @@ def _lost(run: RunRow, agents: Mapping[str, Any]) -> str:
         others = f", and {agents['num_unwell'] - 1} ranks more" if agents["num_unwell"] > 1 else ""
         return f"rank {worst['rank']}: {'; '.join(worst['why'])}{others}"
     if agents["num_missing"]:
-        return f"{agents['num_missing']} of {run['world_size']} ranks never came"
+        return f"{agents['num_missing']} of {run['world_size']} ranks never came{agents['since']}"
     return ""
 
 

@@ -57,7 +57,7 @@ def _grid(found: dict[str, Any]) -> _Grid:
 
 
 def _aligned(found: dict[str, Any], bad: dict[str, Any]) -> Floats:
-    """Counts of non-finite elements on the rows and columns of another heatmap, 0 when unknown. [S, T]"""
+    """Counts of non-finite elements on the rows and columns of another heatmap of the same widths, 0 when unknown. [S, T]"""
     out = np.zeros((len(found["sites"]), len(found["steps"])))
     counts = np.nan_to_num(_grid(bad).values)
     row_of = {s["id"]: i for i, s in enumerate(bad["sites"])}
@@ -94,14 +94,11 @@ def health_map(
     [[row, column, site, text]]: non-finite elements on every map, and values that are no numbers.
     """
     run_id = run["id"]
-    points = min(points, _affordable(run, from_step, to_step))
-    if field in deviation.OF:
-        found, grid = _deviations(conn, run, field, from_step, to_step, points)
-    else:
-        found = queries.heatmap(conn, run_id, field, from_step, to_step, points)
-        grid = _grid(found)
+    asked = _asked(run, field, from_step, to_step, min(points, _affordable(run, from_step, to_step)))
+    found = queries.heatmap(conn, run_id, deviation.OF.get(field, field), *asked)
     of_count = field == "num_nonfinite"
-    bad = found if of_count else queries.heatmap(conn, run_id, "num_nonfinite", from_step, to_step, points)
+    bad = found if of_count else queries.heatmap(conn, run_id, "num_nonfinite", *asked)
+    found, grid = _deviations(found, from_step or 0) if field in deviation.OF else (found, _grid(found))
     num_bad = _aligned(found, bad)
     probes = queries.probes(conn, run_id) if of_quantiser(field) else frozenset[int]()
     shown = [
@@ -136,21 +133,27 @@ def health_map(
     }
 
 
-def _deviations(
-    conn: Connection, run: RunRow, field: str, low: int | None, high: int | None, points: int
-) -> tuple[dict[str, Any], _Grid]:
-    """The heatmap behind a map of deviations, and these. What lies before the first step shown says what is usual."""
+def _asked(
+    run: RunRow, field: str, low: int | None, high: int | None, points: int
+) -> tuple[int | None, int | None, int]:
+    """Steps and number of columns that are asked for, of whatever is laid side by side: columns of one width begin together.
+
+    Before the first step shown lies what says what is usual: a map of deviations asks for that as well.
+    """
+    if field not in deviation.OF:
+        return low, high, points
     points = min(points, max(deviation.LEAST_COLUMNS, deviation.MAX_CELLS // max(1, int(run["num_sites"]))))
     first, last = low or 0, min(int(run["last_step"] or 0), high if high is not None else 1 << 62)
     before = deviation.WINDOW * max(1, (last - first + 1) // points) if first else 0
-    of = deviation.OF[field]
-    found = queries.heatmap(
-        conn, run["id"], of, max(0, first - before), high, points + (deviation.WINDOW if before else 0)
-    )
-    values = _grid(found).values
-    far = deviation.of_sites(of, values, found["sites"])
+    return max(0, first - before), high, points + (deviation.WINDOW if before else 0)
+
+
+def _deviations(found: dict[str, Any], first: int) -> tuple[dict[str, Any], _Grid]:
+    """A heatmap from its first step shown on, and how far its values lie from what was usual."""
+    grid = _grid(found)
+    far = deviation.of_sites(found["field"], grid.values, found["sites"])
     shown = np.array([step >= first for step in found["steps"]], dtype=bool)
-    special = {i: {j: what for j, what in row.items() if shown[j]} for i, row in _grid(found).special.items()}
+    special = {i: {j: what for j, what in row.items() if shown[j]} for i, row in grid.special.items()}
     drop = int((~shown).sum())
     special = {i: {j - drop: what for j, what in row.items()} for i, row in special.items() if row}
     steps = [step for step in found["steps"] if step >= first]

@@ -95,7 +95,8 @@ def tiles_svg(request: Request, incident_id: str) -> Response:
     with _connect(request) as conn:
         incident = lookup.find_incident(conn, incident_id)
         found = _tiles(conn, incident)
-        kept = queries.kept_map(conn, incident["run_id"], found[0], incident["first_step"], found[1]) if found else None
+        at = (incident["first_step"], found[1], incident["attempt"]) if found else ()
+        kept = queries.kept_map(conn, incident["run_id"], found[0], *at) if found else None
     if kept is None:
         return Response("no tile map of its first step was kept\n", status_code=404, media_type="text/plain")
     headers = {"cache-control": "private, max-age=86400"}  # the inbox asks by another address when the incident moves

@@ -30,6 +30,7 @@ NOW_WINDOWS = (*NEAR, 512, 4096, None)  # and further back while most sites are 
 NOW_POINTS = 4096  # of what lies nearby every step, so that the newest is the newest
 NUM_WORST = 12
 SPARK_POINTS = 120
+NUM_LISTED = 3  # incidents of a run in the list of runs
 STATE_ORDER = {OPEN: 0, UNSEEN: 1, ACKNOWLEDGED: 2}
 NUM_FLAGGED = 24
 OPERANDS = ("input", "weight", "grad_output")
@@ -39,7 +40,8 @@ HEALTHY_SQNR_DB = {"E4M3": 28.0, "E5M2": 22.0, "E2M1": 14.0}  # below these, a f
 
 def incidents(conn: Connection, run_id: str) -> list[IncidentRow]:
     """Incidents of a run: those that ask for somebody, looked after, the others; severe before mild, open before over."""
-    return sorted((lookup.complete(i) for i in queries.incidents(conn, run_id)), key=_by_state)
+    found = queries.incidents_of(conn, [run_id], queries.MAX_LIMIT).get(run_id)
+    return sorted((lookup.complete(i) for i in found.first), key=_by_state) if found else []
 
 
 def _by_state(incident: IncidentRow) -> tuple[int, int, int, int]:
@@ -63,15 +65,17 @@ def seen_here(conn: Connection, run_id: str, site: SiteRow) -> list[Dict]:
 def runs(conns: Sequence[Connection], wanted: run_list.Wanted) -> Dict:
     """One page of runs, each with its loss as a small line, its incidents, and why it needs somebody."""
     found, lies_in = run_list.find_over(conns, wanted)
-    of_runs: dict[str, list[IncidentRow]] = {run["id"]: [] for run in found.runs}
+    of_runs: dict[str, queries.IncidentsOfRun] = {}
     for conn in conns:
-        for incident in queries.incidents_of(conn, [run_id for run_id, of in lies_in.items() if of is conn]):
-            of_runs[incident["run_id"]].append(lookup.complete(incident))
+        of_runs |= queries.incidents_of(conn, [run_id for run_id, of in lies_in.items() if of is conn], NUM_LISTED)
+    nothing = queries.IncidentsOfRun([], 0, 0)
     rows = []
     for run in found.runs:
         loss = queries.scalars(lies_in[run["id"]], run["id"], "loss", to_step=run["last_step"], points=SPARK_POINTS)
-        step, value = formatting.latest(loss)
-        mine = sorted(of_runs[run["id"]], key=_by_state)
+        thinned = loss["stride"] > 1  # of many steps: these are the smallest and the largest of each stretch
+        step, value = _scalars_now(lies_in[run["id"]], run, ("loss",))["loss"] if thinned else formatting.latest(loss)
+        of_run = of_runs.get(run["id"], nothing)
+        mine = [lookup.complete(i) for i in of_run.first]
         over = [i for i in mine if i["state"] not in (OPEN, ACKNOWLEDGED, UNSEEN)]
         rows.append(
             {
@@ -81,30 +85,38 @@ def runs(conns: Sequence[Connection], wanted: run_list.Wanted) -> Dict:
                 "loss_step": step,
                 "spark": formatting.spark(loss),
                 "incidents": mine[: len(mine) - len(over)],
+                "num_incidents": of_run.num_going_on,
                 "over": over,
+                "num_over": of_run.num_over,
             }
         )
     return {"rows": rows, "found": found, "wanted": wanted}
 
 
 def scalars_now(conn: Connection, run: RunRow) -> list[Dict]:
-    """The newest value of each panel, with its step.
+    """The newest value of each panel, with its step."""
+    names = panels.fields()
+    found = _scalars_now(conn, run, names)
+    return [{"name": name, "step": step, "value": value} for name in names for step, value in [found[name]]]
+
+
+def _scalars_now(conn: Connection, run: RunRow, names: Sequence[str]) -> dict[str, tuple[int | None, object]]:
+    """Step and value of each scalar where it was logged last.
 
     After a restart from an earlier step the attempt before holds later steps: those are not now. What was logged at no
     step nearby is sought further back.
     """
-    names = panels.fields()
-    found: dict[str, tuple[int | None, object]] = {}
+    found: dict[str, tuple[int | None, object]] = dict.fromkeys(names, (None, None))
     high = last = -1 if run["last_step"] is None else run["last_step"]
     for window in NOW_WINDOWS:
-        missing = [name for name in names if found.get(name, (None, None))[0] is None]
+        missing = [name for name in names if found[name][0] is None]
         if high < 0 or not missing:
             break
         low = 0 if window is None else max(0, last - window + 1)
         got = queries.several_scalars(conn, run["id"], missing, low, high, NOW_POINTS)
         found |= {name: formatting.latest(series) for name, series in got.items()}
         high = low - 1
-    return [{"name": name, "step": step, "value": value} for name in names for step, value in [found[name]]]
+    return found
 
 
 def _newest(conn: Connection, run: RunRow, fields: tuple[str, ...], ids: set[int]) -> dict[int, Dict]:

@@ -29,6 +29,8 @@ from fp8watch_server.pages import (
 from fp8watch_server.pages.redaction import Redaction
 from fp8watch_server.pages.thumbnail import thumbnail
 from fp8watch_server.store import logged_names, queries
+from fp8watch_server.store.done_again import done_again
+from fp8watch_server.store.rank_sessions import OfRanks, of_ranks
 from fp8watch_server.store.rows import IncidentWithEvents, RunWithSessions, SiteRow
 from fp8watch_server.store.tile_maps import KeptMap, amax_of
 
@@ -109,7 +111,7 @@ def _map(of: Subject) -> KeptMap | None:
     if of.site is None:
         return None
     rank = (of.incident["place"]["ranks"] or [0])[0]
-    return queries.kept_map(of.conn, of.run_id, of.site["id"], of.incident["first_step"], rank)
+    return queries.kept_map(of.conn, of.run_id, of.site["id"], of.incident["first_step"], rank, of.incident["attempt"])
 
 
 def charts(of: Subject) -> Section | None:
@@ -124,7 +126,8 @@ def charts(of: Subject) -> Section | None:
     if of.site is not None:
         series = queries.several_series(of.conn, of.run_id, of.site["id"], first_site_chart.FIELDS, low, high, POINTS)
         drawn += first_site_chart.amax_charts([series], [(first, of.incident["severity"])], low, high)
-    return Section("Around the step", "report/charts.html", {"charts": drawn}, f"steps {low} to {high}")
+    again = done_again(of.conn, {**of.incident, "run_id": of.run_id})
+    return Section("Around the step", "report/charts.html", {"charts": drawn, "again": again}, f"steps {low} to {high}")
 
 
 def _unlinked(chart: first_chart.Chart) -> first_chart.Chart:
@@ -144,7 +147,7 @@ def facts(of: Subject) -> Section | None:
     said = coverage.newest_facts(sessions)
     told: Dict = {**of.run}
     rows = [(name.replace("_", " "), told[name]) for name in FACTS]
-    rows += [("ranks seen", len({s["rank"] for s in sessions})), ("sites", len(of.sites))]
+    rows += [("ranks seen", _ranks(of).num_ranks), ("sites", len(of.sites))]
     rows += sorted((sessions[0]["versions"] or {}).items()) if sessions else []
     if not of.redact:
         rows += [("hosts", ", ".join(sorted({s["host"] for s in sessions if s["host"]})[:8]))]
@@ -153,6 +156,10 @@ def facts(of: Subject) -> Section | None:
     return Section(
         "Facts", "report/facts.html", {"rows": [(n, formatting.cut(v)) for n, v in rows if v not in (None, "")]}
     )
+
+
+def _ranks(of: Subject) -> OfRanks:
+    return of_ranks(of.conn, {**of.run, "id": of.run_id})
 
 
 def reached(of: Subject) -> Section | None:
@@ -191,15 +198,16 @@ def not_looked_at(of: Subject) -> Section | None:
     ):
         if covered[key]:
             names = "" if of.redact else f": {', '.join(name for name, _ in covered[key][:8])}"
-            lines.append(f"{words[:1].upper()}{words[1:]}: {len(covered[key])} modules{names}.")
+            least = "at least " if key in covered["goes_on"] else ""
+            lines.append(f"{words[:1].upper()}{words[1:]}: {least}{len(covered[key])} modules{names}.")
     if covered["gradients_unseen"]:
         lines.append(f"Gradients on their way to the optimizer: {covered['gradients_unseen']}.")
-    agents = coverage.agents(of.run)
+    agents = coverage.agents(of.run, _ranks(of))
     if agents["num_missing"]:
-        lines.append(f"Ranks: {agents['num_missing']} of {of.run['world_size']} never came.")
-    lost = sum(row["num_dropped"] for row in agents["rows"])
-    if lost:
-        lines.append(f"Records: {formatting.number(lost)} were lost on their way.")
+        lines.append(f"Ranks: {agents['num_missing']} of {of.run['world_size']} never came{agents['since']}.")
+    if agents["num_lost"]:
+        least = "at least " if agents["lost_more"] else ""
+        lines.append(f"Records: {least}{formatting.number(agents['num_lost'])} were lost on their way.")
     return Section("What was not looked at", "report/not_looked_at.html", {"lines": lines})
 
 

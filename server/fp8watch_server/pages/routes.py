@@ -53,8 +53,10 @@ from fp8watch_server.pages.lookup import RUNS
 from fp8watch_server.pages.templating import page, page_in_parts, problem_page
 from fp8watch_server.pages.what_helped import what_helped
 from fp8watch_server.store import cause_list, checkpoints, queries, run_list
+from fp8watch_server.store.done_again import done_again
 from fp8watch_server.store.incident_states import OPEN, UNSEEN
 from fp8watch_server.store.over_databases import merged_choices
+from fp8watch_server.store.rank_sessions import of_ranks
 
 FIRST_POINTS = 600
 """Points per curve of the first chart: its width has no room for more."""
@@ -213,8 +215,8 @@ def run_page(request: Request, run_id: str) -> Response:
         pressing = [i for i in incidents if i["status"] != "resolved" or i["state"] == UNSEEN]
         asking = [i for i in incidents if i["state"] == UNSEEN or (i["state"] == OPEN and i["severity"] != "info")]
         safe = safe_to_resume.of_run(conn, run["id"], asking)
+        agents = coverage.agents(run, of_ranks(conn, run))
         fixed_in = cause_list.run_of(conn, asking[0]["regression_of"], run["name"]) if asking else ""
-    agents = coverage.agents(run)
 
     def below() -> dict[str, Any]:
         """What lies below the first chart and takes longer: it is asked for when that has been sent."""
@@ -294,6 +296,7 @@ def incident_page(request: Request, incident_id: str) -> HTMLResponse:
             same_cause=cause_list.same_cause(conn, incident),
             helped=what_helped(conn, incident),
             flight=flight_pages.panel_of(run, step),
+            again=done_again(conn, incident),
             checkpoints=safe_to_resume.of_incident(conn, incident),
             fix_files=[(f.name, f.what) for f in TARGETS.values()],
         )

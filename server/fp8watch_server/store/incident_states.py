@@ -43,6 +43,19 @@ def asks() -> sa.ColumnElement[bool]:
     return sa.or_(sa.and_(c.status == "open", c.severity.in_(ASKS_TO_BE_SEEN)), unseen())
 
 
+def over() -> sa.ColumnElement[bool]:
+    """Resolved, and it asks for nobody."""
+    return sa.and_(t.incident.c.status == "resolved", sa.not_(unseen()))
+
+
+def in_order() -> tuple[sa.ColumnElement[Any], ...]:
+    """What asks for somebody, what is open, what is looked after, what is over; severe before mild."""
+    c = t.incident.c
+    state = sa.case((asks(), 0), (c.status == "open", 1), (c.status == "acknowledged", 2), else_=3)
+    severity = sa.case(*((c.severity == name, k) for k, name in enumerate(("critical", "warning", "info"))), else_=9)
+    return state, severity
+
+
 def is_in(state: str) -> sa.ColumnElement[bool]:
     """The condition of one of STATES."""
     c = t.incident.c

@@ -14,6 +14,7 @@ from __future__ import annotations
 import base64
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import msgspec
@@ -45,6 +46,7 @@ __all__ = [
     "SERIES_FIELDS",
     "CursorError",
     "FieldError",
+    "IncidentsOfRun",
     "as_incident",
     "as_runs",
     "encode_cursor",
@@ -76,6 +78,17 @@ DEFAULT_LIMIT = 100
 MAX_LIMIT = 1000
 _HIDDEN = ("run_id", "tenant", "health_seq", "ledger_seq_max", "key_sha256")
 _OF_INCIDENT = tuple(column.name for column in t.incident.columns if column.name != "tenant")
+
+
+@dataclass(frozen=True)
+class IncidentsOfRun:
+    """The first incidents of a run, and how many there are."""
+
+    first: list[IncidentRow]
+    num_going_on: int
+    """Open, acknowledged, or over and not seen."""
+    num_over: int
+    """Closed, or over and seen, or a notice that is over."""
 
 
 class CursorError(ValueError):
@@ -285,11 +298,32 @@ def incidents(
     return incidents_page(conn, run_id, status, severity, mode, limit=MAX_LIMIT)[0]
 
 
-def incidents_of(conn: Connection, run_ids: Sequence[str]) -> list[IncidentRow]:
-    """Incidents of several runs, at most MAX_LIMIT, the newest of them."""
+def incidents_of(conn: Connection, run_ids: Sequence[str], most: int) -> dict[str, IncidentsOfRun]:
+    """Run -> its incidents, of each at most so many (MAX_LIMIT): what asks for somebody first, then by state, then severe before mild."""
     c = t.incident.c
-    query = sa.select(t.incident).where(c.tenant == t.DEFAULT_TENANT, c.run_id.in_(run_ids))
-    return [as_incident(row) for row in conn.execute(query.order_by(c.opened_at.desc()).limit(MAX_LIMIT))]
+    order = (*incident_states.in_order(), c.first_step, c.id)
+    ranked = (
+        sa.select(
+            c.run_id,
+            c.id,
+            sa.func.row_number().over(partition_by=c.run_id, order_by=order).label("nth"),
+            sa.func.count().over(partition_by=c.run_id).label("num"),
+            sa.func.sum(sa.case((incident_states.over(), 1), else_=0)).over(partition_by=c.run_id).label("num_over"),
+        )
+        .where(c.tenant == t.DEFAULT_TENANT, c.run_id.in_(run_ids))
+        .subquery()
+    )
+    rows = conn.execute(
+        sa.select(t.incident, ranked.c.num, ranked.c.num_over)
+        .join(ranked, sa.and_(ranked.c.run_id == c.run_id, ranked.c.id == c.id))
+        .where(c.tenant == t.DEFAULT_TENANT, ranked.c.nth <= min(most, MAX_LIMIT))
+        .order_by(ranked.c.nth)
+    )
+    out: dict[str, IncidentsOfRun] = {}
+    for row in rows:
+        of = out.setdefault(row.run_id, IncidentsOfRun([], int(row.num) - int(row.num_over), int(row.num_over)))
+        of.first.append(as_incident(row))
+    return out
 
 
 def incidents_page(

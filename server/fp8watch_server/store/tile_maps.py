@@ -148,11 +148,17 @@ class KeptMap:
 
 
 def kept_map(
-    conn: Connection, run_id: str, site: int, step: int | None = None, rank: int | None = None
+    conn: Connection,
+    run_id: str,
+    site: int,
+    step: int | None = None,
+    rank: int | None = None,
+    attempt: int | None = None,
 ) -> KeptMap | None:
     """The map of a site in a step; None where there is none.
 
-    `step=None` is the newest that is kept, `rank=None` the lowest that has it.
+    `step=None` is the newest that is kept, `rank=None` the lowest that has it. Where several attempts have the step it is the
+    map of `attempt`, or of the newest.
     """
     steps = steps_available(conn, run_id, site, rank)
     if not steps:
@@ -162,7 +168,7 @@ def kept_map(
     rows = conn.execute(
         sa.select(m.rank, m.body)
         .where(m.run_id == run_id, m.tenant == t.DEFAULT_TENANT, m.site == site, m.step == wanted)
-        .order_by(m.rank, m.attempt.desc())
+        .order_by(m.rank, sa.case((m.attempt == attempt, 0), else_=1), m.attempt.desc())
     ).all()
     chosen = next((row for row in rows if rank is None or row.rank == rank), None)
     if chosen is None:

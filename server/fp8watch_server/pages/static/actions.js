@@ -44,7 +44,7 @@ export async function change(button, url, options, renew = true) {
     }
     done = true;
     document.activeElement?.blur();
-    if (renew) await refresh();
+    if (renew) await refresh().catch(() => {}); // it is done: the stream tells of it, and the page tries again
   } catch (e) {
     says.textContent = `Not done: ${e.message}`;
     says.hidden = false;

@@ -14,7 +14,14 @@ export function behind(figure, { curves = [], over = null, rows = null }) {
   if (!first) return;
   figure.setAttribute("role", "img");
   figure.setAttribute("aria-description", "The menu beside the heading has it as a table.");
-  menu(figure);
+  const box = menu(figure);
+  figure.addEventListener("fp8watch:emptied", () => {
+    known.delete(figure);
+    figure.removeAttribute("role");
+    figure.removeAttribute("aria-description");
+    box?.remove();
+    tableOf(figure)?.remove();
+  }, { once: true });
   figure.on("plotly_hover", ({ xvals, points }) => {
     const x = xvals?.[0] ?? points[0].x, { over: axis } = known.get(figure);
     point(axis ? axis.from(x) : Number(x));
@@ -24,8 +31,8 @@ export function behind(figure, { curves = [], over = null, rows = null }) {
 
 function menu(figure) {
   const head = figure.closest(".panel")?.querySelector(".head");
-  if (!head) return;
-  const name = figure.getAttribute("aria-label") ?? figure.id;
+  if (!head) return null;
+  const name = nameOf(figure);
   const box = Object.assign(document.createElement("details"), { className: "chartmenu" });
   const summary = Object.assign(document.createElement("summary"), { textContent: "⋯", title: "Picture, file, table" });
   summary.setAttribute("aria-label", `Picture, file or table: ${name}`);
@@ -39,7 +46,11 @@ function menu(figure) {
   box.addEventListener("keydown", (event) => { if (event.key === "Escape") { box.open = false; summary.focus(); } });
   document.addEventListener("click", ({ target }) => { if (!box.contains(target)) box.open = false; });
   head.append(box);
+  return box;
 }
+
+const nameOf = (figure) => figure.getAttribute("aria-label") ?? figure.id;
+const tableOf = (figure) => figure.parentElement.querySelector(`[data-table-of="${CSS.escape(figure.id || nameOf(figure))}"]`);
 
 const fileName = (name) => `${document.title.replace(/ · fp8watch$/, "")} ${name}`.replace(/[^\p{L}\p{N}.-]+/gu, "-").slice(0, 120);
 
@@ -77,7 +88,7 @@ function file(figure, name) {
 }
 
 function table(figure, name) {
-  const there = figure.parentElement.querySelector(`[data-table-of="${CSS.escape(figure.id || name)}"]`);
+  const there = tableOf(figure);
   if (there) return there.remove();
   const { columns, rows } = rowsOf(known.get(figure));
   const box = Object.assign(document.createElement("div"), { className: "tablebox", tabIndex: 0 });

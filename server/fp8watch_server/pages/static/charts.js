@@ -159,19 +159,32 @@ export async function draw(element, traces, figureLayout) {
   await Plotly.react(element, traces, figureLayout, CONFIG);
   if (byServer?.contains(document.activeElement)) element.focus();
   byServer?.remove();
+  element.dataset.shows = chosen();
   element.dataset.drawn = String(Number(element.dataset.drawn ?? 0) + 1);
   if (first) element.classList.add("ready");
   return first;
 }
 
+// What a person has chosen to be drawn, in the address: under another choice a picture of before would be read as of now.
+const CHOICES = ["from", "to", "map", "operand", "x", "panel"];
+const chosen = () => JSON.stringify(CHOICES.map((name) => new URLSearchParams(location.search).getAll(name)));
+const opened = chosen(); // the server drew its charts for this
+
 export function fail(element, problem) {
-  if (element.matches(".js-plotly-plot, :has(> svg.first)")) return; // what was drawn stays; the next update tries again
-  element.replaceChildren(Object.assign(document.createElement("p"), { className: "nothing", textContent: `No data for this chart (${problem.message}).` }));
+  const drawn = element.matches(".js-plotly-plot, :has(> svg.first)");
+  if (drawn && (element.dataset.shows ?? opened) === chosen()) return; // what was drawn stays; the next update tries again
+  nothing(element, `No data for this chart (${problem.message}).`);
 }
 
-export const nothing = (element, what) => {
-  if (!element.classList.contains("js-plotly-plot")) element.replaceChildren(Object.assign(document.createElement("p"), { className: "nothing", textContent: what }));
-};
+// A sentence in place of a chart, and of all that was drawn before.
+export function nothing(element, what) {
+  if (element.classList.contains("js-plotly-plot")) {
+    window.Plotly.purge(element);
+    element.classList.remove("js-plotly-plot", "ready");
+    element.dispatchEvent(new CustomEvent("fp8watch:emptied"));
+  }
+  element.replaceChildren(Object.assign(document.createElement("p"), { className: "nothing", textContent: what }));
+}
 
 // Draw now, after each live update, and in the colours of a new theme. Overlapping updates are merged into one.
 export function keepDrawn(update) {

@@ -34,7 +34,7 @@ function columns(steps, stride) {
 function gaps({ steps, stride, rows }) {
   const full = steps.filter((_, j) => 2 * rows.filter((row) => row.values[j] !== null).length > rows.length);
   const after = full.filter((s, k) => k > 0 && s - full[k - 1] > 1);
-  if (stride > 1 || !steps.some((s, j) => j > 0 && s - steps[j - 1] > 1)) return "";
+  if (stride > 1 || !rows.length || !steps.some((s, j) => j > 0 && s - steps[j - 1] > 1)) return "";
   const every = after.slice(-3).reduce((a, b) => { while (b) [a, b] = [b, a % b]; return a; }, 0);
   return ` Blank: not measured (${every > 1 ? `full statistics every ${every} steps` : "statistics were not taken in every step"}).`;
 }
@@ -43,6 +43,7 @@ async function drawHealth() {
   const field = map(), of = MAPS.get(field);
   const got = await api(`${page}/health.json`, { field, operand: operand(), points: POINTS, ...asked() });
   const { rows, steps, sites } = got;
+  document.getElementById("health-gaps").textContent = gaps(got);
   if (!rows.length || !steps.length) return nothing(health, "No site was measured here.");
   const site = (id) => (sites[id] ? { label: text(short(sites[id][0], 90)), operand: `${text(sites[id][1])} / ${text(sites[id][2])}` } : { label: "", operand: "" });
   const label = (row) => (row.modules > 1 ? `${row.label} (${row.modules})` : row.label);
@@ -56,7 +57,6 @@ async function drawHealth() {
   const { x, from } = columns(steps, got.stride);
   const placed = (list) => from.map((j) => (j < 0 ? null : list[j]));
   const y = rows.map((_, i) => i);
-  document.getElementById("health-gaps").textContent = gaps(got);
   const traces = [{
     type: "heatmap", x, y, z: rows.map((row) => placed(row.values.map((v) => z(shown(v))))), zmin: low, zmax: high, xgap: 0, ygap: 1.5, hoverongaps: false,
     colorscale: (of.low_is_bad ? ramp.toReversed() : ramp).map((c, k) => [k / 4, c]),

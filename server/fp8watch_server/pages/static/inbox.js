@@ -16,5 +16,5 @@ addEventListener("pageshow", () => {
 });
 document.addEventListener("keydown", (event) => {
   if (event.key !== "e" || event.ctrlKey || event.metaKey || event.altKey || event.target.closest("input, textarea, select, dialog")) return;
-  document.querySelector("tr.chosen [data-post]")?.click();
+  document.querySelector("tr.chosen [data-key=e]")?.click(); // no button of the row but this one: another may close the cause
 });

@@ -5,6 +5,7 @@ const body = document.body;
 const LEAST_MS = 1000, AGAIN_MS = 2000, PRESS_MS = 3000;
 const badge = document.getElementById("live");
 let seen = body.dataset.version ?? null, source = null, timer = null, readyAt = 0, due = null;
+let stale = false; // a change was told of, and could not be fetched yet
 
 function say(state, text) {
   badge.hidden = !text;
@@ -25,9 +26,11 @@ const released = async () => {
   for (const late = performance.now() + PRESS_MS; pressed && performance.now() < late; ) await new Promise((resolve) => setTimeout(resolve, 20));
 };
 
+// What is shown is gone with a 404: then the collector's own page says so.
 export async function refresh() {
   const answer = await fetch(location.href, { headers: { accept: "text/html" } });
-  if (!answer.ok) return;
+  if (answer.status === 404) return location.reload();
+  if (!answer.ok) throw new Error(`${location.pathname}: ${answer.status}`);
   const fresh = new DOMParser().parseFromString(await answer.text(), "text/html"); // scripts in it do not run
   await released();
   for (const part of document.querySelectorAll("[data-live][id]")) {
@@ -56,9 +59,12 @@ function changed() {
     due = null;
     if ("watchReload" in body.dataset) return location.reload();
     const began = performance.now();
-    await refresh().catch(() => {});
-    readyAt = performance.now() + Math.max(LEAST_MS, 3 * (performance.now() - began));
-    well();
+    stale = await refresh().then(() => false, () => true);
+    readyAt = performance.now() + Math.max(stale ? AGAIN_MS : LEAST_MS, 3 * (performance.now() - began));
+    if (!stale) return well();
+    if (source?.readyState !== EventSource.OPEN) return; // when it is there again, so is its first event
+    say("off", "could not be renewed, trying again");
+    changed();
   }, Math.max(0, readyAt - performance.now()));
 }
 
@@ -67,9 +73,9 @@ function connect() {
   if (source !== null || document.hidden) return;
   source = new EventSource(body.dataset.watch);
   source.addEventListener("change", ({ data }) => {
-    if (seen !== null && data !== seen) changed();
+    if (stale || (seen !== null && data !== seen)) changed();
     seen = data;
-    well();
+    if (!stale) well();
   });
   source.addEventListener("error", () => {
     say("off", "collector not reachable, trying again");
