@@ -1,0 +1,52 @@
+"""What is broken on purpose in how overflows, loss jumps and their words are told, and the test that sees it."""
+
+from __future__ import annotations
+
+from support.planted import Bug
+
+T = "tests/detect"
+
+OVERFLOWS = [
+    Bug(
+        "a step that overflowed is asked for its loss scale",
+        "scale_collapse.overflows:Overflows.cut_off",
+        "return self._judge(now, limit)",
+        "return []",
+        f"{T}/test_overflows.py::test_a_scale_that_falls_with_each_step_is_told_though_each_step_is_skipped",
+    ),
+    Bug(
+        "steps that are skipped for ever are critical",
+        "scale_collapse.overflows:Overflows._judge",
+        "self._num_skipped + 1 if skipped",
+        "1 if skipped",
+        f"{T}/test_overflows.py::test_steps_that_are_skipped_for_ever_are_critical",
+    ),
+    Bug(
+        "a search for a loss scale may take longer",
+        "scale_collapse.overflows:Overflows._judge",
+        "(1 if self._warm else SEARCH)",
+        "1",
+        f"{T}/test_overflows.py::test_a_search_that_does_not_end_is_told",
+    ),
+    Bug(
+        "a scale that fell by octaves was halved as often",
+        "scale_collapse.overflows:Overflows._follow",
+        "max(1, round(math.log2(last / scale)))",
+        "1",
+        f"{T}/test_overflows.py::test_halvings_between_two_looks_are_all_counted",
+    ),
+    Bug(
+        "an overflow of an engine that does not say its scale is no page",
+        "nonfinite:_overflowed",
+        "gradients if overflow else",
+        "gradients & False if overflow else",
+        f"{T}/test_overflows.py::test_an_engine_that_skips_and_does_not_say_its_scale_is_information",
+    ),
+    Bug(
+        "a product that overflows is no fault of its kernel",
+        "nonfinite:examine",
+        "output_mask & ~overflowed",
+        "output_mask",
+        f"{T}/test_overflows.py::test_a_product_that_overflows_is_no_fault_of_its_kernel",
+    ),
+]
