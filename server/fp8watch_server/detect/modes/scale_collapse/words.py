@@ -27,12 +27,11 @@ def _overflows(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
             f"Gradients overflowed in step {f.step}, and the step was skipped",
             f"An Inf, in gradients alone, and a step without an update: how a loss scale is found. None was recorded here.{where}",
         )
-    if f.severity == "critical" or evidence(f, "loss_scale") is None:
+    if skipped is not None and (f.severity == "critical" or evidence(f, "loss_scale") is None):
         last = f", and the loss scale is {scale}" if evidence(f, "loss_scale") is not None else ""
         return (
             f"{skipped} steps in a row were skipped{last}",
-            f"No observed step{since(f)} has updated the weights: the run stands still while the loss stays finite. A loss scale that is "
-            f"too high is found in fewer.{where}",
+            f"Each observed step{since(f)} went by without an update. A loss scale that is too high is found in fewer.{where}",
         )
     return (
         f"GradScaler halved {evidence(f, 'halvings_without_growth')} times without growing: {scale}",
