@@ -5,6 +5,7 @@ from __future__ import annotations
 from support.planted import Bug
 
 T = "tests/detect"
+FIXES = "tests/incidents/test_playbook.py"
 
 OVERFLOWS = [
     Bug(
@@ -90,5 +91,40 @@ OVERFLOWS = [
         "BRIEF_RATIO * jump.scatter",
         "0.0",
         f"{T}/test_loss_stays.py::test_losses_around_zero_have_odd_batches_too",
+    ),
+    Bug(
+        "blockwise is advised with its format",
+        "switches",
+        'BLOCKWISE = "--fp8-recipe blockwise --fp8-format e4m3"',
+        'BLOCKWISE = "--fp8-recipe blockwise"',
+        f"{FIXES}::test_flags_that_are_advised_belong_together_and_are_not_set_already",
+    ),
+    Bug(
+        "fp32 scales are of block scaling alone",
+        "switches:fp32_scales",
+        'if p.recipe in ("", "blockwise") else []',
+        "",
+        f"{FIXES}::test_fp32_scales_are_advised_where_block_scales_are_rounded",
+    ),
+    Bug(
+        "a filter of torchao keeps the one before",
+        "switches:leave_out",
+        " and {OWN_FILTER})",
+        ")",
+        f"{FIXES}::test_a_config_of_torchao_is_never_made_anew_for_one_field",
+    ),
+    Bug(
+        "four bits are advised eight",
+        "switches:finer",
+        'if p.recipe == "nvfp4" or p.format == "E2M1":',
+        "if False:",
+        f"{FIXES}::test_four_bits_are_advised_eight_and_no_coarser_tile",
+    ),
+    Bug(
+        "a tile that an eps guards is told no eps",
+        "dying_tile.words:fixes",
+        "if p.eps >= GUARD or",
+        "if",
+        f"{FIXES}::test_a_dying_tile_that_an_eps_guards_is_told_no_eps",
     ),
 ]

@@ -130,6 +130,6 @@ def fixes(p: Place) -> list[Fix]:
         ),
         *finer(p),
         *margin(p, 0, "Less margin under delayed scaling"),
-        *fp32_scales(p.backend),
+        *fp32_scales(p),
         p.keep_out,
     ]

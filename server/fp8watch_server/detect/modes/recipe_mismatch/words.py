@@ -12,6 +12,7 @@ from fp8watch_server.detect.modes.recipe_mismatch.detector import LOADED
 from fp8watch_server.detect.phrases import evidence, number, site_words
 from fp8watch_server.detect.remedies import Fix, Place
 from fp8watch_server.detect.sessions import BLIND_FACT, NOT_GIVEN
+from fp8watch_server.detect.switches import recomputation
 
 CAUSES = ("weights", "moments")
 """What was loaded otherwise comes first: codes and scales follow from it."""
@@ -182,13 +183,7 @@ def fixes(p: Place) -> list[Fix]:
         ]
     fixes = [Fix("flag", _back(name, value, old)) for name, value, old, _ in changes if name != "fingerprint"]
     if any("recomputation" in c[3] for c in changes):
-        fixes.insert(
-            0,
-            Fix(
-                "code",
-                "Run recomputation under the same fp8_autocast as the forward: te.checkpoint, not torch.utils.checkpoint.",
-            ),
-        )
+        fixes = [*recomputation(p.backend), *fixes]
     return [*fixes, Fix("flag", "Start from the checkpoint with the FP8 flags and the eps with which it was saved.")]
 
 
