@@ -127,4 +127,25 @@ OVERFLOWS = [
         "if",
         f"{FIXES}::test_a_dying_tile_that_an_eps_guards_is_told_no_eps",
     ),
+    Bug(
+        "an Inf under delayed scaling is in the history",
+        "inf_laundering.words:words",
+        "_OTHERWISE.get(s.recipe)",
+        "_OTHERWISE.get(s.recipe * 2)",
+        f"{T}/test_words_by_recipe.py::test_what_becomes_of_an_inf_is_what_the_recipe_does",
+    ),
+    Bug(
+        "noise that came little by little was not there from the first step",
+        "chronic_quantization_noise.detector:Noise.observe",
+        "<= SOUND_AT_FIRST",
+        ">= 0",
+        f"{T}/test_words_by_recipe.py::test_noise_that_came_little_by_little_was_not_there_from_the_first_step",
+    ),
+    Bug(
+        "few looks at high logits are no growth",
+        "families.attention_logits:AttentionLogits._is_over",
+        " or not known)",
+        ")",
+        f"{T}/test_attention_logits.py::test_few_looks_at_what_was_above_the_limit_all_along_are_no_growth",
+    ),
 ]

@@ -43,6 +43,7 @@ class Collapse(Detector):
         self._scale = Baseline(num_sites, max(2, int(window_steps) // EACH))
         self._num = 0
         self._fallen = np.full(num_sites, np.nan)
+        self._steps: list[int] = []  # of the scales that are kept
         self._latch = Latch(num_sites, 3, 4)
 
     def grow(self, num_sites: int) -> None:
@@ -57,7 +58,7 @@ class Collapse(Detector):
         """A new session: scales begin where their history does."""
         super().resume()
         self._scale.forget()
-        self._num, self._fallen[:] = 0, np.nan
+        self._num, self._fallen[:], self._steps = 0, np.nan, []
 
     def frozen(self) -> Mask:
         """Sites in alarm. [S]"""
@@ -71,10 +72,11 @@ class Collapse(Detector):
             return []
         if not ctx.warm:
             self._scale.forget()
-            self._num = 0
+            self._num, self._steps = 0, []
             return []
         if self._num % EACH == 0:
             self._scale.push(scale)
+            self._steps = [*self._steps, now.step][-self._scale.window :]
             self._fallen = self._fall(ctx)
         self._num += 1
         fallen = np.where(np.isnan(scale), np.nan, self._fallen)
@@ -111,12 +113,11 @@ class Collapse(Detector):
         since = int(self._latch.since[row])
         octaves = float(fallen[row])
         log2_scale = -float(ctx.now.log2_scale_inv[row])
-        rate = octaves / max(ctx.limit.collapse_window_steps, 1)
+        over = max(self._steps[-1] - self._steps[0], 1) if self._steps else ctx.limit.collapse_window_steps
+        rate = octaves / over
         to_floor = int((log2_scale - FLOOR_LOG2_SCALE) / rate)
         evidence = [
-            Evidence(
-                "scale_fall", round(octaves, 2), 0, f"octaves in {ctx.limit.collapse_window_steps:g} steps", since
-            ),
+            Evidence("scale_fall", round(octaves, 2), 0, f"octaves in {over:g} steps", since),
             Evidence("scale_inv_max", float(ctx.now.column("scale_inv_max")[row]), None, "1", None),
             Evidence("steps_to_floor", to_floor, None, "steps", None),
         ]
