@@ -103,7 +103,8 @@ class Overflows(Detector):
         return now.in_flow(now.nonfinite & gradients & (not elsewhere))
 
     def _finding(self, now: CrossRankStep, severity: Severity) -> Finding:
-        evidence, began, rows = [], now.step, self._broken(now)
+        evidence: list[Evidence] = []
+        began, rows = now.step, self._broken(now)
         if severity != "info" and self._halvings:
             scale, (began, before) = self._scale or math.nan, self._halvings[0]
             evidence += [
@@ -116,7 +117,7 @@ class Overflows(Detector):
             evidence.append(Evidence("skipped_steps", self._num_skipped, 0, "steps in a row", self._since))
         if len(rows):
             evidence.append(Evidence("nonfinite_gradients", len(rows), 0, "sites", now.step))
-        ordinary = {"kind": "overflow"} if severity == "info" else {}
+        kind = "overflow" if severity == "info" else None  # takes nothing in
         return now.finding(
-            "scale-collapse", severity, rows, evidence, "shared", grad_scaler=True, began=began, **ordinary
+            "scale-collapse", severity, rows, evidence, "shared", grad_scaler=True, began=began, kind=kind
         )
