@@ -156,7 +156,7 @@ def _not_back(f: Finding, *, entered: bool) -> tuple[str, str]:
             f"What enters the model is larger since step {at}: loss {usual} → {loss}",
             f"{jumped}. {inputs}: data in another unit or without their normalisation, or what stands in front of the first GEMM.",
         )
-    norm = {
+    norm: dict[object, str] = {
         True: " The gradient norm stays larger too: a spike that takes longer to come back, or a training that diverges.",
         False: " The gradient norm is about what it was, as where another mixture or source of data, other labels or a setting of the loss "
         "begin, and not where training diverges.",
