@@ -7,6 +7,7 @@ from detect.bugs_batches import OF_BATCHES, OF_TRAINING
 from detect.bugs_causes import CAUSES
 from detect.bugs_engine import ENGINE, REPORTS
 from detect.bugs_names import NAMES
+from detect.bugs_overflows import OVERFLOWS
 from detect.bugs_replicas import OF_REPLICAS
 from detect.bugs_seen import SEEN_TO_BE_WRONG
 from detect.bugs_spread import OF_SPREAD
@@ -268,8 +269,8 @@ MODES = [
     Bug(
         "a young model may pass the first limit and come back",
         "families.attention_logits:AttentionLogits._is_over",
-        "            if ctx.warm and ctx.now.step < YOUNG_STEPS",
-        "            if not value and ctx.now.step < YOUNG_STEPS",
+        "            if ctx.warm and (ctx.now.step < YOUNG_STEPS or not known)",
+        "            if ctx.warm and not known",
         f"{T}/test_attention_logits.py::test_a_young_model_may_pass_the_first_limit_and_come_back",
     ),
     Bug(
@@ -428,9 +429,9 @@ MODES = [
     ),
     Bug(
         "scale-collapse of a GradScaler",
-        "scale_collapse.detector:Collapse._loss_scale",
-        "        if len(self._halvings) < ctx.limit.collapse_halvings:\n",
-        "        if len(self._halvings) < 10 * ctx.limit.collapse_halvings:\n",
+        "scale_collapse.overflows:Overflows._judge",
+        "len(self._halvings) >= limit.collapse_halvings",
+        "len(self._halvings) >= 10 * limit.collapse_halvings",
         _scenario("loss-scale-collapse"),
     ),
     Bug(
@@ -456,4 +457,5 @@ BUGS = [
     *OF_REPLICAS,
     *OF_SPREAD,
     *OF_APART,
+    *OVERFLOWS,
 ]

@@ -49,7 +49,7 @@ CAUSES = [
     ),
     Bug(
         "a verdict needs inputs that were measured",
-        "loss_jump:_finding",
+        "jump_told:finding",
         "    healthy = inputs is not None and inputs.healthy is True\n",
         "    healthy = inputs is None or inputs.healthy is True\n",
         f"{FIRST}::test_a_learning_rate_that_leaps_right_before_the_loss_is_the_cause_though_no_weight_was_measured",
@@ -147,8 +147,8 @@ CAUSES = [
     ),
     Bug(
         "one odd batch warns nobody",
-        "loss_jump:_finding",
-        "brief = after <= BRIEF_STEPS and (scatters or jump.loss < BRIEF_RATIO * jump.usual)",
+        "jump_told:finding",
+        "brief = after <= BRIEF_STEPS and (scatters or jump.loss - jump.usual < _odd(jump))",
         "brief = False",
         "tests/detect/test_what_came_first.py::test_an_odd_batch_that_is_over_in_one_step_warns_nobody",
     ),
@@ -301,23 +301,16 @@ CAUSES = [
     ),
     Bug(
         "inputs that are larger from the first GEMM on are told",
-        "loss_jump:_finding",
+        "jump_told:finding",
         "inputs.moved and not inputs.entered",
         "inputs.moved",
         f"{FIRST}::test_what_enters_the_model_larger_is_told_where_the_first_input_is",
     ),
     Bug(
-        "inputs that are larger behind the first GEMM are left to others",
+        "inputs that are larger behind the first GEMM are not what enters",
         "loss_jump:_look",
         "common and up[first] > max(INPUT_SIGMA * spread[first], ENTERS_OCTAVES)",
         "common",
-        f"{FIRST}::test_inputs_that_are_larger_behind_the_first_gemm_are_no_matter_of_the_data",
-    ),
-    Bug(
-        "a jump that was left to others does not begin again",
-        "loss_jump:LossJumps.observe",
-        "self._left, self._calm = not told and not back, 0",
-        "self._left, self._calm = False, 0",
         f"{FIRST}::test_inputs_that_are_larger_behind_the_first_gemm_are_no_matter_of_the_data",
     ),
     Bug(
@@ -332,11 +325,11 @@ CAUSES = [
         "loss_jump:LossJumps._begins",
         "        if self._goes_on and lr is None and loss - usual <= HIGHER * self._height:\n            return None\n",
         "",
-        f"{FIRST}::test_a_loss_that_decays_from_a_jump_is_no_bad_batch_on_its_way",
+        f"{FIRST}::test_a_loss_that_decays_from_a_jump_is_one_jump",
     ),
     Bug(
         "a loss that is most of the way back is not back",
-        "loss_jump:_finding",
+        "jump_told:finding",
         "back and then > jump.usual + 3 * jump.spread",
         "False",
         f"{FIRST}::test_a_loss_that_is_most_of_the_way_back_is_not_of_one_batch",
@@ -353,7 +346,7 @@ CAUSES = [
         "loss_jump:LossJumps._begins",
         "self._calm >= CALM",
         "self._calm >= 1",
-        f"{FIRST}::test_a_loss_that_decays_from_a_jump_is_no_bad_batch_on_its_way",
+        f"{FIRST}::test_a_loss_that_decays_from_a_jump_is_one_jump",
     ),
     Bug(
         "a loss that took five steps to come back is not of one batch",
@@ -371,7 +364,7 @@ CAUSES = [
     ),
     Bug(
         "a loss is told with the step of its peak",
-        "loss_jump:_finding",
+        "jump_told:finding",
         'round(jump.usual, 4), "", jump.peak)]',
         'round(jump.usual, 4), "", jump.step)]',
         f"{FIRST}::test_a_loss_that_peaks_later_is_told_with_the_step_of_its_peak",

@@ -237,7 +237,7 @@ TOLD_BY_CAUSE = [
     ),
     Bug(
         "a small batch warns nobody",
-        "families.loss_jump:_finding",
+        "families.jump_told:finding",
         " or jump.small is not None or",
         " or",
         f"{APART}::test_a_loss_that_jumps_in_a_small_batch_is_information",
@@ -251,7 +251,7 @@ TOLD_BY_CAUSE = [
     ),
     Bug(
         "a loss that is not small does not jump by dropout",
-        "families.loss_jump:_finding",
+        "families.jump_told:finding",
         " and jump.small_loss",
         "",
         f"{APART}::test_a_loss_that_jumps_on_a_batch_that_was_there_before_is_not_of_the_inputs",
@@ -363,7 +363,7 @@ TOLD_BY_CAUSE = [
     ),
     Bug(
         "a little jump of what is learnt by heart is information",
-        "families.loss_jump:_finding",
+        "families.jump_told:finding",
         "(jump.learnt and jump.seen_before is None) or ",
         "",
         f"{JUMPS}::test_a_little_jump_of_a_loss_that_is_next_to_nothing_is_information",

@@ -61,6 +61,14 @@ def test_what_was_above_the_limit_when_it_was_attached_is_no_growth_until_it_dou
     assert "warning" in {i.severity for i in told(level, first_step=90_000)}
 
 
+@pytest.mark.parametrize(("then", "severities"), [(150.0, set()), (900.0, {"warning"})])
+def test_few_looks_at_what_was_above_the_limit_all_along_are_no_growth(then: float, severities: set[str]) -> None:
+    """Logged each 30 steps: there are fewer looks than say what is usual."""
+    level = np.where(np.arange(STEPS) % 30 == 0, 150.0, np.nan)
+    level[90] = then
+    assert {i.severity for i in told(level, first_step=50_010)} == severities
+
+
 @pytest.mark.parametrize(("octaves", "first_step"), [(0.08, 120), (0.05, 3000)])
 def test_growth_that_lasts_is_told_before_the_limit(octaves: float, first_step: int) -> None:
     at = 120

@@ -29,7 +29,7 @@ THRESHOLDS = """
     divergence_rate_octaves divergence_total_octaves divergence_layers
     outlier_weight_octaves outlier_input_octaves outlier_leap_octaves outlier_kurtosis_octaves outlier_layers
     attention_logit_warning attention_logit_critical attention_logit_rate_octaves attention_logit_floor
-    clip_depth clip_depth_grad_output clip_sqnr_db frozen_clip_depth frozen_steps frozen_drift_octaves
+    clip_depth clip_depth_grad_output clip_sqnr_db frozen_clip_depth frozen_steps
     collapse_octaves collapse_window_steps collapse_halvings underflow_points underflow_alarm_points
     chronic_sqnr_e4m3_db chronic_sqnr_e5m2_db chronic_underflow sqnr_drop_db
     dying_log2_amax dying_fall_octaves dead_octaves loss_jump_sigma loss_jump_min grad_norm_jump recover_steps

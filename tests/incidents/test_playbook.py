@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from importlib import resources
 
 import pytest
 
+from fp8watch.recipe.trainer import misfits
 from fp8watch_server.detect.modes import MODE_BY_SLUG, MODES, SLUGS, folder_of
 from fp8watch_server.detect.remedies import EPS_VARIABLE, QPARAMS, switch_of
 from fp8watch_server.incidents.fixes import fixes
@@ -113,12 +115,13 @@ def test_megatrons_flag_is_told_beside_what_sets_it_without_megatron() -> None:
         ("chronic-quantization-noise", "--fp8-recipe blockwise", "Float8BlockScaling()"),
         ("delayed-clip", "--fp8-amax-history-len 1024", "DelayedScaling(amax_history_len=1024"),
         ("gradient-underflow", "--fp8-format hybrid", "Format.HYBRID"),
-        ("sensitive-layer-quantized", "--first-last-layers-bf16", "fp8_autocast(enabled=False)"),
+        ("sensitive-layer-quantized", "--te-precision-config-file", "fp8_autocast(enabled=False)"),
     ):
         text = " ".join(f.text for f in fixes(mode, module="m", operand="input", backend="transformer_engine"))
         assert flag in text
         assert name in text
     assert 'recipe="blockwise"' in " ".join(f.text for f in fixes("chronic-quantization-noise", backend="cpu"))
+    assert not any("--first-last-layers-bf16" in f.text for slug in FROZEN for f in fixes(slug))  # of other layers
 
 
 def advice(mode: str, backend: str = "cpu", **already: object) -> str:
@@ -200,3 +203,79 @@ def test_every_mode_has_a_runbook_of_its_own(slug: str) -> None:
 def test_the_runbook_names_the_number_of_its_mode() -> None:
     for mode in MODES:
         assert f"Mode {mode.number}, `{mode.slug}`" in runbook_of(mode.slug)
+
+
+RECIPES = ("delayed", "current", "blockwise", "mxfp8", "nvfp4", "rowwise")
+FLAG = re.compile(r"--fp8-(recipe|format) (\w+)")
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("mode", [slug for slug in FROZEN if slug != "recipe-mismatch"])
+def test_flags_that_are_advised_belong_together_and_are_not_set_already(mode: str, recipe: str) -> None:
+    """By the rule that `attach` holds trainers' flags to."""
+    given = {"operand": "grad_output", "extra": {"already": {"recipe": recipe}, "gain": 2.0**-7}}
+    for fix in fixes(mode, module="m", backend="transformer_engine", recipe=recipe, **given):
+        flags = {
+            f"fp8_{name}": value for name, value in FLAG.findall(fix.text.replace("(or --fp8-recipe tensorwise)", ""))
+        }
+        if not flags:
+            continue
+        after = {"fp8_recipe": recipe, "fp8_format": "e4m3" if recipe == "blockwise" else "hybrid"} | flags
+        assert misfits(tuple(after.items()), None)[0] == (), fix.text
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_fp32_scales_are_advised_where_block_scales_are_rounded(recipe: str) -> None:
+    def text(**more: object) -> str:
+        given = {"module": "m", "operand": "input", "recipe": recipe} | more
+        return " ".join(f.text for f in fixes("chronic-quantization-noise", **given))
+
+    assert ("FP32_SCALES" in text()) is (recipe == "blockwise")
+    assert "FP32_SCALES" not in text(power_2_scale=False)
+    assert "round_scales_to_power_of_2" not in text(backend="torchao", power_2_scale=False)
+
+
+@pytest.mark.parametrize("mode", FROZEN)
+def test_a_config_of_torchao_is_never_made_anew_for_one_field(mode: str) -> None:
+    """A new one is tensorwise, and a new filter converts what the old one left out."""
+    given = {"module": "m", "operand": "grad_output", "operands": ("weight",), "eps": 1e-6, "power_2_scale": True}
+    for recipe in ("", "rowwise", "current"):
+        text = " ".join(f.text for f in fixes(mode, backend="torchao", recipe=recipe, **given))
+        assert "Float8LinearConfig(" not in text.replace("from_recipe_name(", "")
+        assert "`CastConfig(" not in text
+        assert text.count("module_filter_fn=") == text.count("and your_filter(module, fqn)")
+        assert 'from_recipe_name("rowwise")' not in text or recipe != "rowwise" or mode == "cross-rank-disagreement"
+
+
+def test_four_bits_are_advised_eight_and_no_coarser_tile() -> None:
+    for backend in ("transformer_engine", "reference"):
+        text = advice_of("chronic-quantization-noise", backend, "nvfp4", "E2M1")
+        assert "mxfp8" in text
+        assert "lockwise" not in text
+        assert "E5M2" not in advice_of("gradient-underflow", backend, "nvfp4", "E2M1")
+
+
+def advice_of(mode: str, backend: str, recipe: str, format: str) -> str:
+    given = {"module": "m", "operand": "grad_output", "recipe": recipe, "format": format}
+    return " ".join(f.text for f in fixes(mode, backend=backend, **given))
+
+
+@pytest.mark.parametrize("eps", [0.0, 1e-12])
+def test_a_dying_tile_that_an_eps_guards_is_told_no_eps(eps: float) -> None:
+    text = " ".join(f.text for f in fixes("dying-tile", module="m", operand="input", eps=eps))
+    assert ("AMAX_EPS" in text) is (eps == 0)
+
+
+@pytest.mark.parametrize(
+    ("backend", "word"),
+    [
+        ("transformer_engine", "use_split_accumulator"),
+        ("torchao", "use_fast_accum=False"),
+        ("own forward", "torch._scaled_mm"),
+    ],
+)
+def test_the_accumulator_is_set_where_the_framework_reads_it(backend: str, word: str) -> None:
+    assert word in fixes("accumulator-precision", module="m", operand="input", backend=backend)[0].text
+    changed = {"changes": [("eps", 1, 0, "the recomputation")]}
+    told = fixes("recipe-mismatch", backend=backend, extra=changed)[0].text
+    assert ("te.checkpoint" in told) is (backend == "transformer_engine")

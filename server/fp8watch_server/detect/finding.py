@@ -55,6 +55,7 @@ _OF_KIND = {
     "copies": BLIND,
     "labels": BLIND,
     "composition": BLIND,
+    "overflow": BLIND,
 }
 """`extra["kind"]` -> what precedence knows it as."""
 _HABITS = frozenset({"update-times", "update-astray", "weights-rounded"})

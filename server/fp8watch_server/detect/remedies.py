@@ -36,6 +36,10 @@ STOCK, LOONGFORGE = "transformer_engine", "loongforge"
 """Backends of operands that Transformer Engine quantises: NVIDIA's own reads none of the variables above."""
 TORCHAO, OWN_FORWARD = "torchao", "own forward"
 """Backends of operands that torchao's Float8Linear casts, and those that a module of the user's own does."""
+OWN_FILTER = "your_filter(module, fqn)"
+"""What a filter asked before: a new one alone converts what it left out, as heads, and sizes that are no multiple of 16."""
+OF_CONFIG = "dataclasses.replace(config, {}), of the Float8LinearConfig that is in use"
+"""A new Float8LinearConfig of torchao's is tensorwise, whatever the old one was."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,13 @@ class Place:
     lr: float | None  # of the step, and before
     usual_lr: float | None
     extra: Mapping[str, Any]
+    site_recipe: str = ""
+    format: str = ""  # E4M3 | E5M2 | E2M1, of the site
+
+    @property
+    def recipe(self) -> str:
+        """The arithmetic that is used there: of the site, else as the session says it; "" where neither does."""
+        return self.site_recipe or str(self.already.get("recipe", ""))
 
     @property
     def module(self) -> str:
@@ -90,7 +101,7 @@ class Place:
         how = {
             STOCK: f"run {self.module} under fp8_autocast(enabled=False)",
             LOONGFORGE: f"run {self.module} under fp8_autocast(enabled=False)",
-            TORCHAO: f"convert_to_float8_training(model, module_filter_fn=lambda module, fqn: fqn != {name!r})",
+            TORCHAO: f"convert_to_float8_training(model, module_filter_fn=lambda module, fqn: fqn != {name!r} and {OWN_FILTER})",
             OWN_FORWARD: f"make {self.module} an nn.Linear",
         }.get(self.backend, f"attach(model, filter_fn=lambda module, fqn: False if fqn == {name!r} else None)")
         return Fix("code", f"Until then keep it in BF16: {how}.")
@@ -156,7 +167,7 @@ def set_to(backend: str, operands: Sequence[str], eps: float | None, power_2_sca
     """
     if backend == TORCHAO:
         if eps is None:
-            return "code", f"`Float8LinearConfig(round_scales_to_power_of_2={power_2_scale})`"
+            return "code", OF_CONFIG.format(f"round_scales_to_power_of_2={power_2_scale}")
         return "code", f"`torchao.float8.float8_utils.EPS = {eps:g}`, a constant for all operands"
     if backend == OWN_FORWARD:
         rounded = "round scales down to powers of two" if power_2_scale else "do not round scales"

@@ -178,7 +178,8 @@ class Statistics:
         found = [f for f in found if f.mode not in self.limit.disabled and not self._is_muted(f, window, sites)]
         found = without_consequences(found, window, sites)
         for f in found:
-            self._note_root(f.kind, f, f.earliest(window), sites)
+            if not f.extra.get("goes_on"):  # told before, and as long ago
+                self._note_root(f.kind, f, f.earliest(window), sites)
         return found
 
     def _note_root(self, kind: str, found: Finding, earliest: int, sites: Mapping[int, SiteFacts]) -> None:

@@ -10,21 +10,40 @@ known, those are named too.
 
 from __future__ import annotations
 
-from fp8watch_server.detect.remedies import LOONGFORGE, OWN_FORWARD, STOCK, TORCHAO, Fix, Place, set_to
+from fp8watch_server.detect.remedies import (
+    LOONGFORGE,
+    OF_CONFIG,
+    OWN_FILTER,
+    OWN_FORWARD,
+    STOCK,
+    TORCHAO,
+    Fix,
+    Place,
+    set_to,
+)
 
 LONG_HISTORY = 1024
 """Passes: the default of Transformer Engine's DelayedScaling."""
 _OF_TE = ("", STOCK, LOONGFORGE)
+BLOCKWISE = "--fp8-recipe blockwise --fp8-format e4m3"
+"""Both: blockwise with the format of another recipe is no recipe of Megatron's."""
 _FP32_SCALES = "NVTE_FP8_BLOCK_SCALING_FP32_SCALES=1 takes power-of-two rounding out (not on Blackwell)."
 
 
 def finer(p: Place) -> list[Fix]:
     """The next finer recipe than the one that is set."""
-    names = '`Float8LinearConfig.from_recipe_name("rowwise")`, or "rowwise_with_gw_hp"'
-    recipe = p.already.get("recipe")
-    if recipe == "mxfp8":
+    most = '`Float8LinearConfig.from_recipe_name("rowwise_with_gw_hp")`, which leaves grad_weight in high precision'
+    if p.recipe == "nvfp4" or p.format == "E2M1":  # no tile is as fine as its own: what is coarse are the elements
+        return _one(
+            p.backend,
+            te="FP8 in place of FP4: --fp8-recipe mxfp8 --fp8-format e4m3 in place of the --fp4 flags in Megatron, `MXFP8BlockScaling()` elsewhere.",
+            ours='FP8 in place of FP4: `attach(model, recipe="mxfp8")`.',
+        )
+    if p.recipe == "mxfp8":
         return []
-    if recipe == "blockwise":
+    if p.recipe == "rowwise" and p.backend == TORCHAO:
+        return [Fix("code", f"Where it is of grad_weight: {most}.")]
+    if p.recipe == "blockwise":
         return _one(
             p.backend,
             te="Finer granularity (1×32, on Blackwell): --fp8-recipe mxfp8 in Megatron, `MXFP8BlockScaling()` elsewhere.",
@@ -32,24 +51,29 @@ def finer(p: Place) -> list[Fix]:
         )
     return _one(
         p.backend,
-        te="Finer granularity: --fp8-recipe blockwise (1×128) in Megatron, `Float8BlockScaling()` as the recipe elsewhere.",
-        torchao=f"Finer granularity: {names}, which leaves grad_weight in high precision.",
+        te=f"Finer granularity: {BLOCKWISE} (1×128) in Megatron, `Float8BlockScaling()` as the recipe elsewhere.",
+        torchao=f'Finer granularity: `Float8LinearConfig.from_recipe_name("rowwise")`, or {most}.',
         own="Finer granularity in the module's own cast: one scale a row, or for each 128 elements of it.",
         ours='Finer granularity: `attach(model, recipe="blockwise")` (1×128), or "mxfp8" (1×32).',
     )
 
 
 def gradients_in_e5m2(p: Place) -> list[Fix]:
-    """The format with the wider range for gradients; nothing where they have it."""
-    if p.already.get("grad_output.format") == "E5M2":
+    """The format with the wider range for gradients; nothing where they have it, or where the recipe is one of E4M3 alone."""
+    gradient = p.format if p.operand == "grad_output" else ""
+    if "E5M2" in (gradient, p.already.get("grad_output.format")) or "E2M1" in (gradient, p.format):
         return []
-    cast = "CastConfig(target_dtype=torch.float8_e5m2)"
+    of_e4m3 = p.recipe in ("blockwise", "mxfp8", "nvfp4")
+    if p.backend in _OF_TE and of_e4m3:
+        return []
+    maker = p.recipe if p.recipe in ("delayed", "current") else "blockwise"
+    both = "target_dtype=torch.float8_e5m2 in cast_config_grad_output and cast_config_grad_output_for_grad_weight"
     return _one(
         p.backend,
         te="Use E5M2 for gradients: --fp8-format hybrid in Megatron, fp8_format=Format.HYBRID of the recipe elsewhere.",
-        torchao=f"Use E5M2 for gradients: `Float8LinearConfig(cast_config_grad_output={cast})`.",
+        torchao=f"Use E5M2 for gradients: {both}, each by dataclasses.replace: a new CastConfig is tensorwise.",
         own="Use E5M2 for gradients: torch.float8_e5m2 in the module's own cast of grad_output.",
-        ours='Use E5M2 for gradients: `attach(model, recipe=fp8watch.blockwise(fp8_format="HYBRID"))`.',
+        ours=f'Use E5M2 for gradients: `attach(model, recipe=fp8watch.{maker}(fp8_format="HYBRID"))`.',
     )
 
 
@@ -75,12 +99,14 @@ def format_of(p: Place) -> list[Fix]:
     )
 
 
-def fp32_scales(backend: str) -> list[Fix]:
-    """What takes the rounding of scales to powers of two out."""
-    if backend in (TORCHAO, OWN_FORWARD):
-        kind, text = set_to(backend, (), None, False)
+def fp32_scales(p: Place) -> list[Fix]:
+    """What takes the rounding of scales to powers of two out, where they are rounded so. The variable is read by block scaling alone."""
+    if not p.power_2_scale or p.recipe in ("mxfp8", "nvfp4"):
+        return []
+    if p.backend in (TORCHAO, OWN_FORWARD):
+        kind, text = set_to(p.backend, (), None, False)
         return [Fix(kind, f"{text}: it takes power-of-two rounding out.")]
-    return [Fix("env", _FP32_SCALES)]
+    return [Fix("env", _FP32_SCALES)] if p.recipe in ("", "blockwise") else []
 
 
 def scales_of_this_tensor(backend: str) -> list[Fix]:
@@ -88,7 +114,7 @@ def scales_of_this_tensor(backend: str) -> list[Fix]:
     why = "their scale is of this tensor, not of the last"
     return _one(
         backend,
-        te="Blockwise or current scaling: --fp8-recipe blockwise (or tensorwise) in Megatron, `Float8BlockScaling()` or "
+        te=f"Blockwise or current scaling: {BLOCKWISE} (or --fp8-recipe tensorwise) in Megatron, `Float8BlockScaling()` or "
         f"`Float8CurrentScaling()` as the recipe elsewhere: {why}.",
         torchao=f"Dynamic scaling, `ScalingType.DYNAMIC` of each cast_config: {why}.",
         own=f"Take the scale from the tensor that is cast, in the module's own cast: {why}.",
@@ -100,7 +126,7 @@ def without_reduction(backend: str) -> list[Fix]:
     """Scales that no other rank has a part in."""
     return _one(
         backend,
-        te="Or a recipe without reduction: --fp8-recipe blockwise in Megatron, `Float8BlockScaling()` elsewhere.",
+        te=f"Or a recipe without reduction: {BLOCKWISE} in Megatron, `Float8BlockScaling()` elsewhere.",
         torchao='Or a recipe without reduction: `Float8LinearConfig.from_recipe_name("rowwise")`.',
         own="Or scales without reduction: one for each 128 elements of a row.",
         ours='Or a recipe without reduction: `attach(model, recipe="blockwise")`.',
@@ -166,11 +192,35 @@ def fresh_weights(backend: str) -> list[Fix]:
     return first
 
 
+def split_accumulator(backend: str) -> list[Fix]:
+    """What makes a GEMM add in full precision."""
+    return _one(
+        backend,
+        te="Use the split accumulator: use_split_accumulator=True for fprop as for dgrad and wgrad (fp8_gemm_fprop of the recipe).",
+        torchao="Take fast accumulation out: "
+        + OF_CONFIG.format("gemm_config_output=Float8GemmConfig(use_fast_accum=False)")
+        + ", and so of the other two GEMMs.",
+        own="Take fast accumulation out: use_fast_accum=False of torch._scaled_mm in the module's own forward.",
+        ours="Look for what replaces the GEMM: fp8watch never asks for fast accumulation.",
+    )
+
+
+def recomputation(backend: str) -> list[Fix]:
+    """What makes recomputation do what the forward did."""
+    return _one(
+        backend,
+        te="Run recomputation under the same fp8_autocast as the forward: te.checkpoint, not torch.utils.checkpoint.",
+        torchao="Run recomputation under the same autocast, and with the same modules, as the forward.",
+        own="Run recomputation under the same autocast, and with the same casts, as the forward.",
+        ours="Run recomputation under the same autocast, and with the same modules, as the forward.",
+    )
+
+
 def same_format(backend: str) -> str:
     """What avoids two formats in one GEMM; empty where nothing is to be set."""
     return {
-        **dict.fromkeys(_OF_TE, " One format avoids the mix: --fp8-format e4m3 in Megatron, Format.E4M3 elsewhere."),
-        TORCHAO: " One format avoids the mix: `CastConfig(target_dtype=torch.float8_e4m3fn)` of each operand.",
+        **dict.fromkeys(_OF_TE, f" One format avoids the mix: {BLOCKWISE} in Megatron, Format.E4M3 elsewhere."),
+        TORCHAO: " One format avoids the mix: target_dtype=torch.float8_e4m3fn in the cast_config of each operand.",
     }.get(backend, "")
 
 
@@ -182,7 +232,9 @@ def amax_group(backend: str, text: str) -> list[Fix]:
 def leave_out(p: Place, names: tuple[str, ...]) -> list[Fix]:
     """Layers that stay out of FP8 for good."""
     ours = f"attach(model, filter_fn=lambda module, fqn: False if fqn in {names!r} else None)"
-    torchao = f"convert_to_float8_training(model, module_filter_fn=lambda module, fqn: fqn not in {names!r})"
+    torchao = (
+        f"convert_to_float8_training(model, module_filter_fn=lambda module, fqn: fqn not in {names!r} and {OWN_FILTER})"
+    )
     found = _one(
         p.backend,
         te=f"Leave {', '.join(names)} out: run it under fp8_autocast(enabled=False).",
@@ -193,7 +245,7 @@ def leave_out(p: Place, names: tuple[str, ...]) -> list[Fix]:
     if p.backend == "":
         found.append(Fix("code", f"Where fp8watch computes in FP8: {ours}."))
     if p.backend in _OF_TE:
-        found.append(Fix("flag", "In Megatron: keep the first and last layers in BF16 with --first-last-layers-bf16."))
+        found.append(Fix("flag", "In Megatron: name it in the file of --te-precision-config-file."))
     return found
 
 

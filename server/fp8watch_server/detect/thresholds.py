@@ -62,6 +62,7 @@ _LATER = (
     "standing_looks",
     "repeated_steps",
     "gradient_factor_octaves",
+    "collapse_skipped_steps",
 )
 """Thresholds that a mode of the table was given later: `fp8watch rules list` keeps the order that people know."""
 

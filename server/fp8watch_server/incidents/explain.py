@@ -73,6 +73,8 @@ def explain(finding: Finding, sites: Mapping[int, SiteFacts]) -> Explanation:
                 extra=extra,
                 backend=facts.backend if facts else "",
                 verdict=finding.verdict,
+                recipe=facts.recipe if facts and not facts.is_probe else "",
+                format=facts.format if facts else "",
             )
         ],
         alternatives=[{"mode": slug, "check": check} for slug, check in others or mode.alternatives],

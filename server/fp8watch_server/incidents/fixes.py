@@ -30,6 +30,8 @@ def fixes(
     extra: Mapping[str, Any] = MappingProxyType({}),
     backend: str = "",
     verdict: str = "unknown",
+    recipe: str = "",
+    format: str = "",
 ) -> list[Fix]:
     """What to change, most likely first, with the exact variable or flag for the operand that is hit.
 
@@ -43,6 +45,7 @@ def fixes(
         extra: what else the finding knows.
         backend: what quantises at the named site: the switch is that of its framework.
         verdict: of the finding.
+        recipe, format: of the named site; "" where there is none.
     """
     if mode not in MODE_BY_SLUG:
         return []
@@ -59,5 +62,7 @@ def fixes(
         lr=lr,
         usual_lr=usual_lr,
         extra=extra,
+        site_recipe=recipe,
+        format=format,
     )
     return MODE_BY_SLUG[mode].fixes(place)

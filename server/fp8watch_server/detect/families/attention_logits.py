@@ -130,7 +130,7 @@ class AttentionLogits(Detector):
         if value > limit.attention_logit_warning:
             known = int(usual.count[0]) >= MIN_USUAL
             was = float(usual.median()[0]) if known else 0.0
-            if ctx.warm and ctx.now.step < YOUNG_STEPS and not (jumped or slope > 0):
+            if ctx.warm and (ctx.now.step < YOUNG_STEPS or not known) and not (jumped or slope > 0):
                 return False
             return not ctx.warm or was <= limit.attention_logit_warning or value > GREW * was
         return ctx.warm and value > limit.attention_logit_floor and slope > limit.attention_logit_rate_octaves

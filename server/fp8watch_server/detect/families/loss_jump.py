@@ -1,4 +1,4 @@
-"""A loss that jumps: mode 14, bad-batch, when it comes back; a shift of the data, when it stays. Or the learning rate.
+"""A loss that jumps: mode 14, bad-batch, whether it comes back or stays. Or the learning rate.
 
 Shapes:     loss and grad norm per step -> at most one finding
 Thread:     detect worker
@@ -13,8 +13,6 @@ before, bit for bit, it is not the batch; where modules have just begun to train
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,8 +23,10 @@ from fp8watch_agent.training_names import WEIGHTS_CHANGED, WEIGHTS_LOOKED
 from fp8watch_server.detect.context import Context
 from fp8watch_server.detect.cross_rank_step import CrossRankStep, measured
 from fp8watch_server.detect.detector import Detector
+from fp8watch_server.detect.families.jump_told import _Inputs, _Jump, finding, norm_jumped
+from fp8watch_server.detect.families.loss_stays import CALM, StaysUp
 from fp8watch_server.detect.families.ordinary_losses import came_before, of_skewed
-from fp8watch_server.detect.finding import LOSS_FLOW, Evidence, Finding, Severity, Verdict
+from fp8watch_server.detect.finding import Finding
 from fp8watch_server.detect.limits import Limits
 
 SIGMA_FLOOR_SHARE = 0.01
@@ -36,14 +36,11 @@ LR_BEFORE = 6
 """Observed steps before the jump of the loss in which a leap of the LR, or the last of a climb, is its cause."""
 ENTERS_OCTAVES = 0.5
 """Above its own past, of the input of the first GEMM: what enters the model is larger."""
-BRIEF_STEPS = 1
-BRIEF_RATIO = 2.0
-"""A jump to less than this times the usual loss that is over after so many steps is a notice: data have odd batches."""
 SMALL_SHARE = 0.5
 """Of the usual rows: with so many or fewer a batch is a small one, and its loss scatters by that much more."""
 KEPT_LOSSES = 256
 KEPT = 64
-"""Batches that are looked back."""
+"""Batches that are looked back, and odd ones whose height is known."""
 NEARLY_NOTHING = 0.05
 """Of the first loss: what is drawn anew in each step, as dropout is, scatters a loss that is so small by its multiples."""
 LEARNT, LITTLE = 0.02, 0.15
@@ -59,46 +56,8 @@ SIZES = 16
 """Observed steps whose batch sizes say what is usual."""
 HIGHER = 2.0
 """Times the height of a jump that goes on: what jumps further is another matter."""
-CALM = 3
-"""Ordinary losses in a row, from which on one that was up is over: while it goes down some dip."""
 LR_STEPS = 2
 """Observed steps after which a loss that stays up is told, where the LR is known to have leaped."""
-
-
-@dataclass
-class _Inputs:
-    """What the inputs looked like in the first step since the jump in which they were measured."""
-
-    step: int
-    amax: float  # of the site that stands highest over its own baseline
-    usual: float
-    site: int
-    octaves: float
-    ordinary: bool
-    moved: bool  # most of them, or one that leaped: no matter of the data
-    healthy: bool | None  # the quantisers; None where they were not measured
-    entered: bool = False  # most of them, from the first GEMM on
-
-
-@dataclass
-class _Jump:
-    step: int
-    num: int  # observed steps since
-    loss: float
-    peak: int  # step of `loss`
-    usual: float
-    spread: float
-    grad_norm: float | None
-    usual_grad_norm: float | None
-    batch_id: str | None
-    lr: tuple[int, float, float] | None  # step, usual, LR of the leap that came right before
-    inputs: _Inputs | None
-    small: tuple[float, float] | None = None  # rows of its batch and the usual ones, where they are few
-    seen_before: int | None = None  # step that had its batch, bit for bit
-    small_loss: bool = False  # even at its height, beside the first of the run
-    unfrozen: tuple[int, int, int] | None = None  # step of the first gradients of sites, how many, of how many
-    written: tuple[int, int] | None = None  # weights that were written before this step, of those looked at
-    learnt: bool = False  # the usual loss is next to nothing, and the jump is little
 
 
 class LossJumps(Detector):
@@ -106,9 +65,9 @@ class LossJumps(Detector):
 
     modes = ("bad-batch", "optimizer-divergence")
     between_samples = True
-    parts = (_Inputs, _Jump)
+    parts = (_Inputs, _Jump, StaysUp)
     _left = False
-    """The loss is still up after a jump that others tell: it does not begin again."""
+    """The loss was up when statistics began to judge: it does not begin there."""
     _goes_on = False
     """A jump was told that did not come back: what is up now is that one, but for a jump of HIGHER times its height."""
     _height = 0.0
@@ -130,9 +89,14 @@ class LossJumps(Detector):
     """Observed."""
     _written: int | None = None
     """Which of them is the last before which weights were written by anything but an optimizer."""
+    _heights: tuple[float, ...] = ()
+    """Of the last jumps that came back and warned nobody, over what was usual."""
+    _lost = False
+    """In the last step gradients were quantised worse than they used to be: they wrote the weights that this loss is of."""
 
     def __init__(self, num_sites: int = 0) -> None:
         self._jump: _Jump | None = None
+        self._stays = StaysUp()
 
     def grow(self, num_sites: int) -> None:
         """Not by site."""
@@ -143,6 +107,7 @@ class LossJumps(Detector):
     def resume(self) -> None:
         """A jump of the attempt before is over."""
         self._jump, self._left, self._goes_on, self._batches, self._written = None, False, False, (), None
+        self._stays.forget()
 
     @property
     def holds_loss(self) -> bool:
@@ -157,8 +122,10 @@ class LossJumps(Detector):
             return self.cut_off(ctx.now, ctx.limit)
         if loss is None:
             return []
+        again = self._stays.observe(ctx.now, loss, ctx.limit)
         small, seen_before = self._small(ctx), self._seen_before(ctx)
         self._notice_unfrozen(ctx)
+        lost, self._lost = self._lost, bool(np.any((ctx.sqnr_drop > ctx.limit.sqnr_drop_db) & ctx.gradients()))
         self._first = loss if self._first is None else self._first
         if self._jump is None:
             self._jump = self._begins(ctx, loss, grad_norm)
@@ -166,33 +133,49 @@ class LossJumps(Detector):
                 self._losses = (*self._losses, loss)[-KEPT_LOSSES:]
             else:
                 self._jump.small, self._jump.seen_before, self._jump.written = small, seen_before, written
+                self._jump.scatter = self._scatter(self._jump.usual)
                 if self._unfrozen is not None and ctx.now.step - self._unfrozen[0] <= LR_BEFORE:
                     self._jump.unfrozen = self._unfrozen
-            return []
+                if lost and self._jump.inputs is not None:  # gradients of this step are the jump's
+                    self._jump.inputs.healthy = False
+            return again
         jump = self._jump
         jump.num += 1
+        if grad_norm is not None and math.isfinite(grad_norm):
+            jump.norms = (*jump.norms, grad_norm)
         if grad_norm is not None and math.isfinite(grad_norm) and jump.grad_norm is not None:
             jump.grad_norm = max(jump.grad_norm, grad_norm) if jump.num == 1 else jump.grad_norm
         if loss > jump.loss:
             jump.loss, jump.peak = loss, ctx.now.step
         jump.inputs = jump.inputs or _look(ctx)
-        back = loss < jump.usual + max(3 * jump.spread, 0.25 * (jump.loss - jump.usual))
+        back = jump.is_back(loss)
         patience = ctx.limit.recover_steps if jump.lr is None else min(LR_STEPS, ctx.limit.recover_steps)
         if not back and jump.num < patience:
-            return []
+            return again
         self._jump = None
         jump.small_loss = 0 < jump.loss < NEARLY_NOTHING * self._first
         jump.learnt = 0 < jump.usual < LEARNT * self._first and jump.loss < LITTLE * min(self._first, MOST_NATS)
-        if back and not _norm_jumped(jump, ctx.limit):
+        if back and not norm_jumped(jump, ctx.limit):
+            self._heights = (*self._heights, jump.loss - jump.usual)[-KEPT:]
             return []
         if self._goes_on and back and jump.lr is not None:
             return []
-        told = _finding(ctx.now, jump, back=back)
-        self._left, self._calm = not told and not back, 0
+        told = finding(ctx.now, jump, ctx.limit, back=back)
+        self._calm = 0
         if back:  # from a worse one to the one that goes on
+            if not any(f.severity != "info" for f in told):
+                self._heights = (*self._heights, jump.loss - jump.usual)[-KEPT:]
             return told
+        if any(f.mode == "bad-batch" and f.severity != "info" for f in told):
+            self._stays.begin(jump)
         self._goes_on, self._height = bool(told), jump.loss - jump.usual if told else 0.0
         return told
+
+    def _scatter(self, usual: float) -> float | None:
+        """The furthest that a loss was from the usual one, odd batches with it; None where no loss is under 0, and multiples say it."""
+        if usual > 0 and min(self._losses, default=usual) > 0:
+            return None
+        return max((*(abs(loss - usual) for loss in self._losses), *self._heights), default=0.0)
 
     def _small(self, ctx: Context) -> tuple[float, float] | None:
         """(rows of this step's batch, the usual ones) where they are few; notes the size."""
@@ -243,9 +226,10 @@ class LossJumps(Detector):
     def cut_off(self, now: CrossRankStep, limit: Limits) -> list[Finding]:
         """Values broke while a jump was open: it began before them, and is told as far as it was seen."""
         jump, self._jump = self._jump, None
-        if jump is None or jump.step >= now.step or not _norm_jumped(jump, limit):
+        self._stays.forget()
+        if jump is None or jump.step >= now.step or not norm_jumped(jump, limit):
             return []
-        return _finding(now, jump, back=False, cut=True)
+        return finding(now, jump, limit, back=False, cut=True)
 
     def _begins(self, ctx: Context, loss: float, grad_norm: float | None) -> _Jump | None:
         if int(ctx.base.loss.count[0]) < ctx.limit.min_baseline_steps:
@@ -307,86 +291,3 @@ def _look(ctx: Context) -> _Inputs | None:
         entered=bool(common and up[first] > max(INPUT_SIGMA * spread[first], ENTERS_OCTAVES))
         and octaves < ctx.limit.outlier_leap_octaves,
     )
-
-
-def _norm_jumped(jump: _Jump, limit: Limits) -> bool:
-    """The gradient norm jumped as well, as far as it is known."""
-    if jump.grad_norm is None or jump.usual_grad_norm is None:
-        return True
-    return jump.grad_norm > limit.grad_norm_jump * (jump.usual_grad_norm or math.inf)
-
-
-def _finding(now: CrossRankStep, jump: _Jump, *, back: bool, cut: bool = False) -> list[Finding]:
-    inputs, lr = jump.inputs, jump.lr
-    if lr is None and inputs is not None and inputs.moved and not inputs.entered:
-        return []
-    after = now.step - jump.step
-    evidence = [Evidence("loss", round(jump.loss, 4), round(jump.usual, 4), "", jump.peak)]
-    if jump.grad_norm is not None:
-        usual = None if jump.usual_grad_norm is None else float(f"{jump.usual_grad_norm:.4g}")
-        evidence.append(Evidence("grad_norm", float(f"{jump.grad_norm:.4g}"), usual, "", jump.step))
-    then = now.scalar("loss") or 0.0
-    if back:
-        evidence.append(Evidence("recovered_after", after, "5 or less", "steps", jump.step))
-        evidence.append(Evidence("loss_after", round(then, 4), round(jump.usual, 4), "", now.step))
-    else:
-        evidence.append(Evidence("steps_above", after, 0, "steps", jump.step))
-    if jump.unfrozen is not None:
-        at, num, of = jump.unfrozen
-        evidence.append(Evidence("first_gradients", num, of - num, "sites", at))
-    elif jump.written is not None:
-        evidence.append(Evidence("weights_changed", jump.written[0], 0, f"of {jump.written[1]} looked at", jump.step))
-    elif jump.seen_before is not None:
-        evidence.append(Evidence("batch_of_step", jump.seen_before, None, "step", jump.step))
-    if jump.small is not None:
-        evidence.append(Evidence("batch_rows", jump.small[0], jump.small[1], "rows", jump.step))
-    if inputs is not None and back and inputs.step != jump.step:
-        inputs = None  # of another batch than the one that did it
-    if inputs is not None:
-        evidence.append(Evidence("input_amax", inputs.amax, inputs.usual, "x", inputs.step))
-        if inputs.healthy is not None:
-            said = "yes" if inputs.healthy else "no"
-            evidence.append(Evidence("quantiser_healthy", said, "yes", "", inputs.step))
-    healthy = inputs is not None and inputs.healthy is True
-    about: dict[str, Any] = {
-        "began": jump.step,
-        "jump_batch_id": jump.batch_id,
-        "shift": not back and not cut,
-        "cut": now.step if cut else None,
-        "most_of_the_way": back and then > jump.usual + 3 * jump.spread,
-        "small_loss": jump.small_loss,
-        "learnt": jump.learnt and jump.seen_before is None,
-        "jump_of": _why(jump),
-        "inputs": None
-        if inputs is None
-        else {"ordinary": inputs.ordinary, "octaves": inputs.octaves, "site": inputs.site, "entered": inputs.entered},
-    }
-    if lr is not None:
-        at, usual_lr, value = lr
-        evidence.insert(0, Evidence("lr", value, usual_lr, "", at))
-        about |= {"began": at, "not_before": at, "lr_jump": (usual_lr, value), "by_loss": True}
-        verdict: Verdict = "shared" if healthy else "unknown"
-        return [_of_run(now, "optimizer-divergence", "warning" if back else "critical", evidence, verdict, about)]
-    known = inputs is not None and (inputs.ordinary or inputs.entered)
-    verdict = "shared" if healthy and known and not cut else "unknown"
-    scatters = jump.seen_before is not None and jump.small_loss
-    brief = after <= BRIEF_STEPS and (scatters or jump.loss < BRIEF_RATIO * jump.usual)
-    notice = about["shift"] or (
-        back
-        and (brief or (jump.learnt and jump.seen_before is None) or jump.small is not None or jump.unfrozen is not None)
-    )
-    return [_of_run(now, "bad-batch", "info" if notice else "warning", evidence, verdict, about)]
-
-
-def _why(jump: _Jump) -> str | None:
-    if jump.unfrozen is not None:
-        return "unfrozen"
-    return "written" if jump.written is not None else "same batch" if jump.seen_before is not None else None
-
-
-def _of_run(
-    now: CrossRankStep, mode: str, severity: Severity, evidence: list[Evidence], verdict: Verdict, about: dict[str, Any]
-) -> Finding:
-    none = np.zeros(0, dtype=np.int64)
-    found = now.finding(mode, severity, none, evidence, verdict, **about)
-    return Finding(**{**found.__dict__, "rank_in_flow": LOSS_FLOW})

@@ -10,6 +10,7 @@ One question, asked in the order of execution: what broke first? Everything afte
     Inf in an operand, loss finite or not seen        -> inf-laundering (17): the cast made it FP8_MAX
     any other NaN or Inf in an operand                -> nan-in-activation (23)
     forward operands finite, loss not                 -> nan-in-loss (1): gradients are its consequence
+Gradients that overflowed in a step that was skipped are no fault: whether that goes on, scale-collapse (22) says.
 A weight changes only between steps, so a non-finite weight was made by an earlier step: `weight_born`.
 """
 
@@ -35,15 +36,18 @@ def loss_is_broken(view: StepView) -> bool:
     return loss is not None and not math.isfinite(loss)
 
 
-def _counted(view: StepView) -> Mask:
-    """Non-finite records that mean something.
+def _overflowed(view: StepView) -> Mask:
+    """Records of gradients that overflowed, and whose step was skipped for it: how a loss scale is found, and no fault. [n]
 
-    A GradScaler finds its scale by overflowing now and then, and skips that step: its gradients are no fault.
+    Where no scale was recorded, the engine that skips steps has it: then an Inf, and nothing broken but gradients, tells.
     """
-    mask = view.nonfinite
-    if view.status == StepStatus.SKIPPED and view.scalar("loss_scale") is not None and not loss_is_broken(view):
-        mask = mask & (view.role != GRAD_OUTPUT)
-    return mask
+    gradients = np.asarray(view.role == GRAD_OUTPUT)
+    if view.status != StepStatus.SKIPPED or loss_is_broken(view):
+        return np.zeros_like(gradients)
+    if view.scalar("loss_scale") is not None:
+        return gradients
+    overflow = not (view.nonfinite & ~gradients).any() and (view.infinite & gradients).any()
+    return gradients if overflow else np.zeros_like(gradients)
 
 
 def examine(
@@ -57,7 +61,8 @@ def examine(
         output_mask: [n], records whose GEMM made something non-finite of finite operands.
         zero_tiles: what is normal, for the evidence.
     """
-    broken = view.in_flow(_counted(view))
+    overflowed = _overflowed(view)
+    broken = view.in_flow(view.nonfinite & ~overflowed)
     weights = broken[view.role[broken] == WEIGHT]
     bad_scale = view.in_flow(degenerate_mask)
     if (
@@ -68,7 +73,7 @@ def examine(
     ):
         before = bad_scale[view.flow[bad_scale] < view.flow[broken[0]]] if len(broken) else bad_scale
         return degenerate.finding(view, before, broken, zero_tiles)
-    outputs = view.in_flow(output_mask)
+    outputs = view.in_flow(output_mask & ~overflowed)  # a product that is too large overflows where it is made
     if len(outputs) and not len(weights):
         behind = broken[~np.isin(broken, outputs)]
         if not len(behind) or view.flow[outputs[0]] <= view.flow[behind[0]]:

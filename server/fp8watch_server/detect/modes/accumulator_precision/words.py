@@ -5,6 +5,7 @@ from __future__ import annotations
 from fp8watch_server.detect.finding import Finding, SiteFacts
 from fp8watch_server.detect.phrases import evidence, number, site_words
 from fp8watch_server.detect.remedies import Fix, Place
+from fp8watch_server.detect.switches import split_accumulator
 
 
 def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
@@ -26,9 +27,6 @@ def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
 def fixes(p: Place) -> list[Fix]:
     """What to change, most likely first."""
     return [
-        Fix(
-            "code",
-            "Use the split accumulator: use_split_accumulator=True for fprop as for dgrad and wgrad (fp8_gemm_fprop of the recipe).",
-        ),
+        *split_accumulator(p.backend),
         Fix("code", "Or a kernel that adds into FP32 registers each 128 products (promotion), as DeepGEMM's does."),
     ]

@@ -95,28 +95,7 @@ def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
             f"one something wrote {number(written.value)} weights {written.unit}: a part that begins anew, a rollback, a load. {inputs}.",
         )
     if f.extra.get("shift"):
-        if (seen := evidence(f, "batch_of_step")) is not None:
-            return (
-                f"The loss jumped at step {at} and stays: {usual} → {loss}",
-                f"The loss jumped from {usual} to {loss} at step {at} and stays. What entered the model at that step is bit for bit the batch of step {seen}: "
-                f"it is not the inputs, but labels, the weights, or a setting of the loss. {inputs}.",
-            )
-        if entered:
-            return (
-                f"What enters the model is larger since step {at}: loss {usual} → {loss}",
-                f"The loss jumped from {usual} to {loss} at step {at} and stays. {inputs}: data in another unit or without their "
-                "normalisation, or what stands in front of the first GEMM.",
-            )
-        if not known:
-            return (
-                f"The loss jumped at step {at} and stays: {usual} → {loss}",
-                f"The loss jumped from {usual} to {loss} at step {at} and stays. {inputs}.",
-            )
-        return (
-            f"The data changed at step {at}: loss {usual} → {loss}",
-            f"The loss jumped from {usual} to {loss} at step {at} and stays. {inputs}: another mixture or source "
-            "of data, labels that changed, or another batch or sequence.",
-        )
+        return _not_back(f, entered=entered)
     took = evidence(f, "recovered_after")
     then = evidence(f, "loss_after")
     back = f"came back{f' to {number(then)}' if then is not None else ''}" + (
@@ -160,6 +139,31 @@ def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
     )
 
 
+def _not_back(f: Finding, *, entered: bool) -> tuple[str, str]:
+    """Title and cause of a jump that was not back in time: what it is of was not measured, but where inputs or the norm say so."""
+    loss, usual, at, inputs = number(evidence(f, "loss")), number(baseline(f, "loss")), f.onset, _inputs_words(f)
+    steps = number(evidence(f, "steps_above"))
+    jumped = f"The loss jumped from {usual} to {loss} at step {at}, and was not back after {steps} steps"
+    title = f"The loss jumped at step {at} and was not back after {steps} steps: {usual} → {loss}"
+    if (seen := evidence(f, "batch_of_step")) is not None:
+        return (
+            title,
+            f"{jumped}. What entered the model at that step is bit for bit the batch of step {seen}: "
+            f"it is not the inputs, but labels, the weights, or a setting of the loss. {inputs}.",
+        )
+    if entered:
+        return (
+            f"What enters the model is larger since step {at}: loss {usual} → {loss}",
+            f"{jumped}. {inputs}: data in another unit or without their normalisation, or what stands in front of the first GEMM.",
+        )
+    norm: dict[object, str] = {
+        True: " The gradient norm stays larger too: a spike that takes longer to come back, or a training that diverges.",
+        False: " The gradient norm is about what it was, as where another mixture or source of data, other labels or a setting of the loss "
+        "begin, and not where training diverges.",
+    }
+    return title, f"{jumped}. {inputs}.{norm.get(f.extra.get('norm_stays'), '')}"
+
+
 def fixes(p: Place) -> list[Fix]:
     """What to change, most likely first."""
     about = p.extra.get("inputs")
@@ -200,6 +204,12 @@ def fixes(p: Place) -> list[Fix]:
                 "code",
                 "Measure these steps: attach(..., overhead_budget=None), from the checkpoint before, on the same batches.",
             ),
+            p.batch,
+        ]
+    if p.extra.get("norm_stays"):
+        return [
+            Fix("code", "Go back to the checkpoint before that step, and skip the batches from there to the jump."),
+            Fix("code", "When it comes again: lower the LR by 10 to 20 %, and clip the gradient norm at 1.0."),
             p.batch,
         ]
     if p.extra.get("shift"):

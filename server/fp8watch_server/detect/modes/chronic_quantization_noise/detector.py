@@ -34,6 +34,8 @@ from fp8watch_server.detect.step_view import GRAD_OUTPUT, INPUT, WEIGHT, Mask
 SIGMA = 6.0
 DEEP_DB = 6.0
 """Under its band by so much, a site is told after three samples: it has one in 64 steps where they go round."""
+SOUND_AT_FIRST = 2
+"""Looks inside the limit, of the ten of an alarm, with which a site had it from the first on."""
 
 
 class Noise(Detector):
@@ -53,6 +55,8 @@ class Noise(Detector):
         self._parts: dict[int, list[Evidence]] = {}  # of those: what is faint of them
         # of inputs that lose small elements alone: how their energy was spread when it was measured last
         self._spread = np.full((num_sites, small_elements.WIDTH), np.nan)
+        # looks inside the limit before an alarm, of SQNR, underflow and gain
+        self._sound = np.zeros((3, num_sites), dtype=np.int64)
 
     def grow(self, num_sites: int) -> None:
         """More sites were registered."""
@@ -61,6 +65,7 @@ class Noise(Detector):
         if (more := num_sites - len(self._faint)) > 0:
             self._faint = np.concatenate([self._faint, np.zeros(more, dtype=np.bool_)])
             self._spread = np.concatenate([self._spread, np.full((more, small_elements.WIDTH), np.nan)])
+            self._sound = np.concatenate([self._sound, np.zeros((3, more), dtype=np.int64)], axis=1)
 
     def frozen(self) -> Mask:
         """Sites whose SQNR dropped. A chronic one has no other baseline to keep."""
@@ -100,6 +105,9 @@ class Noise(Detector):
             need = np.maximum(limit.sqnr_drop_db, SIGMA * ctx.base.sqnr.spread(SQNR_FLOOR_DB))
             with np.errstate(invalid="ignore"):
                 drop = self._drop.update(self._lasting(ctx.sqnr_drop > need, now), ~np.isnan(ctx.sqnr_drop), now.step)
+        alarms = (self._chronic.open | self._deep.open, self._flushed.open, self._biased.open)
+        sound = (now.sqnr_db >= band, forward & ~flushed & ~np.isnan(now.underflow), ~off & ~np.isnan(error))
+        self._sound += np.array([well & ~alarm for well, alarm in zip(sound, alarms, strict=True)])
         hit = chronic | fast | rounded | drop | biased
         if not hit.any():
             return []
@@ -168,6 +176,7 @@ class Noise(Detector):
                 faint=fades_out,
                 small=bool(small[row]),
                 by=by,
+                from_first=bool(self._sound[{"underflow": 1, "gain": 2}.get(by, 0), row] <= SOUND_AT_FIRST),
                 sqnr_db=sqnr,
             )
         ]

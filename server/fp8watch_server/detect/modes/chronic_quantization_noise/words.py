@@ -34,8 +34,14 @@ def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
     return (
         f"{much} in {site_words(s)}{': ' + said[0] if said else ''}",
         f"In most of the measured steps of {site_words(s)}{since(f)}{' ' + what if what else ' too much is lost'}. "
-        f"No chart shows an onset: it was so from the first of them.{_faint(f)}",
+        f"{_since_when(f)}{_faint(f)}",
     )
+
+
+def _since_when(f: Finding) -> str:
+    if f.extra.get("from_first", True):
+        return "No chart shows an onset: it was so from the first of them."
+    return "It was within its limit before that: something has grown or moved, little by little."
 
 
 def _small(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
@@ -130,6 +136,6 @@ def fixes(p: Place) -> list[Fix]:
         ),
         *finer(p),
         *margin(p, 0, "Less margin under delayed scaling"),
-        *fp32_scales(p.backend),
+        *fp32_scales(p),
         p.keep_out,
     ]

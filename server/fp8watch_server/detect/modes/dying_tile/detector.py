@@ -22,6 +22,7 @@ from fp8watch_server.detect.context import Context
 from fp8watch_server.detect.detector import Detector
 from fp8watch_server.detect.finding import Evidence, Finding
 from fp8watch_server.detect.hysteresis import Latch
+from fp8watch_server.detect.modes.dying_tile.words import GUARD
 from fp8watch_server.detect.step_view import Mask
 
 WINDOW = 17
@@ -109,7 +110,7 @@ class Dying(Detector):
         return [
             now.finding(
                 "dying-tile",
-                "warning",
+                "warning" if any(now.table.facts[int(r)].eps < GUARD for r in rows) else "info",
                 rows,
                 evidence,
                 "fp8",

@@ -23,7 +23,6 @@ MODE = Mode(
     thresholds=(
         threshold("frozen_clip_depth", 1.1, "ratio", 1.001, 1e6, SPEC),
         threshold("frozen_steps", 6, "steps", 2, 10, SPEC),
-        threshold("frozen_drift_octaves", 0.25, "octaves", 0.01, 16, "twice the floor of inputs"),
     ),
     detectors=(Delayed,),
 )

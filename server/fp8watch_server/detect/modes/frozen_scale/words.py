@@ -13,14 +13,17 @@ def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
     return (
         f"Frozen scale of {site_words(s)}: unchanged while amax moves, clip depth {number(f.extra.get('depth'))}",
         f"The delayed scale of {site_words(s)} no longer answers to its amax{since(f)}. A history that holds a NaN or an Inf keeps "
-        "its old scale for good; so does one that is never updated, or that is reduced over the wrong group.",
+        "its old scale until that has left it, after as many passes as it is long; one that is never updated, or that is reduced over the wrong "
+        "group, for good.",
     )
 
 
 def fixes(p: Place) -> list[Fix]:
     """What to change, most likely first."""
     return [
-        Fix("code", "Reset the amax history of the module: a NaN or an Inf in it keeps the old scale for good."),
+        Fix(
+            "code", "Reset the amax history of the module: a NaN or an Inf in it keeps the old scale until it has left."
+        ),
         *amax_group(
             p.backend,
             "Check the group that amax is reduced over: fp8_autocast(fp8_group=...) must hold every rank that shares the tensor.",

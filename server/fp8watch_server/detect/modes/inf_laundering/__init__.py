@@ -18,6 +18,6 @@ MODE = Mode(
     words=words,
     fixes=fixes,
     verdict_words={
-        "fp8": "Verdict: FP8. In BF16 the Inf would have reached the loss; here it does its damage in silence.",
+        "fp8": "Verdict: FP8. In BF16 the Inf would have been seen in all that is computed from it; here the loss is finite.",
     },
 )

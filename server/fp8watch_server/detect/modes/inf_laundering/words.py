@@ -2,11 +2,37 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from fp8watch_server.detect.finding import Finding, SiteFacts
 from fp8watch_server.detect.phrases import element_words, site_words, tile_words
 from fp8watch_server.detect.remedies import Fix, Place
 
 _MAX_FINITE = {"E4M3": 448, "E5M2": 57344}
+
+
+class _Otherwise(NamedTuple):
+    title: str
+    cause: str
+
+
+_OTHERWISE = {
+    "delayed": _Otherwise(
+        "Inf in the amax history of",
+        "Its tensor was cast with a scale of the past, so what is finite keeps its bits, and the Inf was stored as the largest number of the "
+        "format. But the history holds the Inf now: the scale stays as it is until the Inf has left it.",
+    ),
+    "mxfp8": _Otherwise(
+        "Inf in a tile of",
+        "MXFP8 gives its tile the largest scale there is: the Inf stays an Inf, the other 31 elements become 0, and what the GEMM makes of "
+        "that row is not finite.",
+    ),
+    "rowwise": _Otherwise(
+        "Inf in a row of",
+        "The scale of its row became 0: the Inf is NaN in the codes, the rest of the row 0, and what the GEMM makes of that row is not finite.",
+    ),
+}
+"""Recipes under which an Inf is not laundered, and what becomes of it."""
 
 
 def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
@@ -19,6 +45,8 @@ def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
             f"{where} held Inf{element} before the cast. NVFP4 has one scale for all of a tensor, and that became Inf with it: "
             f"nothing that is multiplied with it stays finite.",
         )
+    if s is not None and (other := _OTHERWISE.get(s.recipe)):
+        return f"{other.title} {where}{tile_words(f)}", f"{where} held Inf{element} before the cast. {other.cause}"
     return (
         f"Inf laundered to {limit} in {where}{tile_words(f)}",
         f"{where} held Inf{element} before the cast. The tile's scale was forced to 1, the Inf was stored "
@@ -34,4 +62,7 @@ def fixes(p: Place) -> list[Fix]:
         "weight": f"Reload {p.module} from the last checkpoint whose weights are finite; clip the gradient norm.",
         "grad_output": f"Find what overflows behind {p.module} in the backward pass; lower the loss scale, clip.",
     }[p.operand]
-    return [Fix("code", source), p.keep_out, p.batch]
+    history = Fix(
+        "code", f"Reset the amax history of {p.module}, or its scale stands for as many passes as that is long."
+    )
+    return [Fix("code", source), *([history] if p.recipe == "delayed" else []), p.keep_out, p.batch]

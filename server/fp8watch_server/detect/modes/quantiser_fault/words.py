@@ -7,7 +7,7 @@ from fp8watch_server.detect.families.fault_why import EXPLAINED, numbers
 from fp8watch_server.detect.finding import Finding, SiteFacts
 from fp8watch_server.detect.modes.quantiser_fault.why_words import reason, remedy, stale_copy
 from fp8watch_server.detect.phrases import evidence, number, site_words, tile_words
-from fp8watch_server.detect.remedies import STOCK, TORCHAO, Fix, Place
+from fp8watch_server.detect.remedies import OF_CONFIG, STOCK, TORCHAO, Fix, Place
 
 
 def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
@@ -83,7 +83,7 @@ def fixes(p: Place) -> list[Fix]:
     )
     another = {
         STOCK: "Try another kernel: another recipe of Transformer Engine has other kernels; compare the two.",
-        TORCHAO: "Try another kernel: `Float8LinearConfig(emulate=True)` multiplies in plain torch, and eager for compiled code.",
+        TORCHAO: f"Try another kernel: {OF_CONFIG.format('emulate=True')}, multiplies in plain torch, and eager for compiled code.",
     }.get(
         p.backend,
         "Try another kernel: attach(backend='reference') quantises in plain torch. If that is right, the kernel is wrong.",

@@ -1,16 +1,13 @@
-"""Scales that fall and do not come back: mode 22, scale-collapse.
+"""Delayed scales that fall and do not come back: mode 22, scale-collapse.
 
-Shapes:     scale_inv [S] of delayed sites; GradScaler's scale -> at most one finding
+Shapes:     scale_inv [S] of delayed sites -> at most one finding
 Thread:     detect worker
 
 A delayed scale falls when amax rises: three octaves within a hundred steps, less what all gradients did together, is a
-run away. GradScaler halves its scale at each overflow and doubles it after many clean steps: halvings without growth
-between them mean that overflows are the rule. Its search for a scale at the start is no collapse.
+run away. What becomes of a GradScaler's is in `overflows`.
 """
 
 from __future__ import annotations
-
-import math
 
 import numpy as np
 import numpy.typing as npt
@@ -32,7 +29,7 @@ FLOOR_LOG2_SCALE = -126
 
 
 class Collapse(Detector):
-    """Delayed scales, and GradScaler's."""
+    """Delayed scales."""
 
     modes = ("scale-collapse",)
     between_samples = True
@@ -46,9 +43,8 @@ class Collapse(Detector):
         self._scale = Baseline(num_sites, max(2, int(window_steps) // EACH))
         self._num = 0
         self._fallen = np.full(num_sites, np.nan)
+        self._steps: list[int] = []  # of the scales that are kept
         self._latch = Latch(num_sites, 3, 4)
-        self._last_loss_scale: float | None = None
-        self._halvings: list[int] = []
 
     def grow(self, num_sites: int) -> None:
         """More sites were registered."""
@@ -62,8 +58,7 @@ class Collapse(Detector):
         """A new session: scales begin where their history does."""
         super().resume()
         self._scale.forget()
-        self._num, self._fallen[:] = 0, np.nan
-        self._last_loss_scale, self._halvings = None, []
+        self._num, self._fallen[:], self._steps = 0, np.nan, []
 
     def frozen(self) -> Mask:
         """Sites in alarm. [S]"""
@@ -71,17 +66,17 @@ class Collapse(Detector):
 
     def observe(self, ctx: Context) -> list[Finding]:
         """Judge one step."""
-        found = self._loss_scale(ctx)
         now = ctx.now
         scale = np.where(~now.table.current_scaling, now.log2_scale_inv, np.nan)
         if np.all(np.isnan(scale)):
-            return found
+            return []
         if not ctx.warm:
             self._scale.forget()
-            self._num = 0
-            return found
+            self._num, self._steps = 0, []
+            return []
         if self._num % EACH == 0:
             self._scale.push(scale)
+            self._steps = [*self._steps, now.step][-self._scale.window :]
             self._fallen = self._fall(ctx)
         self._num += 1
         fallen = np.where(np.isnan(scale), np.nan, self._fallen)
@@ -89,9 +84,7 @@ class Collapse(Detector):
             need = np.maximum(ctx.limit.collapse_octaves, SIGMA * np.nan_to_num(ctx.base.amax.spread(ctx.floor)))
             hit = fallen >= np.where(ctx.gradients(), np.maximum(need, 2 * ctx.limit.collapse_octaves), need)
         hit = self._latch.update(hit, ~np.isnan(fallen), now.step)
-        if hit.any():
-            found.append(self._finding(ctx, hit, fallen))
-        return found
+        return [self._finding(ctx, hit, fallen)] if hit.any() else []
 
     def _fall(self, ctx: Context) -> npt.NDArray[np.float64]:
         """Octaves that each scale fell over the window, less what all gradients did; NaN where it did not fall for good.
@@ -114,46 +107,17 @@ class Collapse(Detector):
             leap = np.nan_to_num(np.abs(move)).max(axis=1, initial=0) > 0.5 * np.nan_to_num(fallen)
         return np.where(enough & steady & ~leap, fallen, np.nan)
 
-    def _loss_scale(self, ctx: Context) -> list[Finding]:
-        scale, last = ctx.now.scalar("loss_scale"), self._last_loss_scale
-        if scale is None or not math.isfinite(scale) or scale <= 0:
-            return []
-        self._last_loss_scale = scale
-        if last is None or not ctx.warm or scale > last:
-            self._halvings = []
-            return []
-        window = 2 * ctx.limit.collapse_window_steps
-        self._halvings = [s for s in self._halvings if ctx.now.step - s <= window]
-        if scale >= last:
-            return []
-        self._halvings.append(ctx.now.step)
-        if len(self._halvings) < ctx.limit.collapse_halvings:
-            return []
-        to_floor = max(0.0, math.log2(scale))
-        evidence = [
-            Evidence("loss_scale", scale, scale * 2.0 ** len(self._halvings), "1", self._halvings[0]),
-            Evidence("halvings_without_growth", len(self._halvings), 0, "halvings", self._halvings[0]),
-            Evidence("halvings_to_one", round(to_floor, 1), None, "halvings", None),
-        ]
-        none = np.zeros(0, dtype=np.int64)
-        return [
-            ctx.now.finding(
-                "scale-collapse", "warning", none, evidence, "shared", grad_scaler=True, began=self._halvings[0]
-            )
-        ]
-
     def _finding(self, ctx: Context, hit: Mask, fallen: npt.NDArray[np.float64]) -> Finding:
         rows = ctx.now.in_flow(hit)
         row = int(rows[0])
         since = int(self._latch.since[row])
         octaves = float(fallen[row])
         log2_scale = -float(ctx.now.log2_scale_inv[row])
-        rate = octaves / max(ctx.limit.collapse_window_steps, 1)
+        over = max(self._steps[-1] - self._steps[0], 1) if self._steps else ctx.limit.collapse_window_steps
+        rate = octaves / over
         to_floor = int((log2_scale - FLOOR_LOG2_SCALE) / rate)
         evidence = [
-            Evidence(
-                "scale_fall", round(octaves, 2), 0, f"octaves in {ctx.limit.collapse_window_steps:g} steps", since
-            ),
+            Evidence("scale_fall", round(octaves, 2), 0, f"octaves in {over:g} steps", since),
             Evidence("scale_inv_max", float(ctx.now.column("scale_inv_max")[row]), None, "1", None),
             Evidence("steps_to_floor", to_floor, None, "steps", None),
         ]

@@ -11,15 +11,32 @@ from fp8watch_server.detect.switches import margin
 def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
     """Title and cause."""
     if f.extra.get("grad_scaler"):
-        return (
-            f"GradScaler halved {evidence(f, 'halvings_without_growth')} times without growing: {number(evidence(f, 'loss_scale'))}",
-            "Each halving is an overflow and a step that was skipped. Without growth between them overflows are the rule, and small "
-            "gradients vanish at the other end.",
-        )
+        return _overflows(f, s)
     return (
         f"Scale of {site_words(s)} fell by {number(evidence(f, 'scale_fall'))} octaves",
         f"The delayed scale of {site_words(s)} follows an amax that runs away{since(f)}: "
         f"{evidence(f, 'steps_to_floor')} steps to the floor at this rate.",
+    )
+
+
+def _overflows(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
+    skipped, scale = evidence(f, "skipped_steps"), number(evidence(f, "loss_scale"))
+    where = f" The first gradient that was not finite in step {f.step} is {site_words(s)}." if s else ""
+    if f.severity == "info":
+        return (
+            f"Gradients overflowed in step {f.step}, and the step was skipped",
+            f"An Inf, in gradients alone, and a step without an update: how a loss scale is found. None was recorded here.{where}",
+        )
+    if skipped is not None and (f.severity == "critical" or evidence(f, "loss_scale") is None):
+        last = f", and the loss scale is {scale}" if evidence(f, "loss_scale") is not None else ""
+        return (
+            f"{skipped} steps in a row were skipped{last}",
+            f"Each observed step{since(f)} went by without an update. A loss scale that is too high is found in fewer.{where}",
+        )
+    return (
+        f"GradScaler halved {evidence(f, 'halvings_without_growth')} times without growing: {scale}",
+        "Each halving is an overflow and a step that was skipped. Without growth between them overflows are the rule, and small "
+        f"gradients vanish at the other end.{where}",
     )
 
 

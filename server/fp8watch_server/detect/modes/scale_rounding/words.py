@@ -26,5 +26,5 @@ def fixes(p: Place) -> list[Fix]:
     return [
         Fix("code", "Round the scale down (scale_inv up), and divide: 448/amax, not 448·(1/amax)."),
         Fix(how, f"The site is registered with {scales} scales; make the kernel agree: {text}."),
-        *fp32_scales(p.backend),
+        *fp32_scales(p),
     ]

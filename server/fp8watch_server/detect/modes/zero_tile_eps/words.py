@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from fp8watch_server.detect.finding import Finding, SiteFacts
 from fp8watch_server.detect.phrases import evidence, number, site_words, tile_words
-from fp8watch_server.detect.remedies import OPERANDS, Fix, Place, set_to
+from fp8watch_server.detect.remedies import OPERANDS, TORCHAO, Fix, Place, set_to
+
+_ONE_EPS = Fix("code", "That constant is of all operands; 1e-12 is what it is set to.")
 
 
 def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
@@ -22,7 +24,7 @@ def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
 def fixes(p: Place) -> list[Fix]:
     """What to change, most likely first."""
     others = [o for o in OPERANDS if o != p.operand]
-    kind, text = set_to(p.backend, [p.operand], 1e-10 if p.eps > 0 else 1e-12, p.power_2_scale)
+    kind, text = set_to(p.backend, [p.operand], 1e-10 if p.eps > 0 or p.backend == TORCHAO else 1e-12, p.power_2_scale)
     why = (
         f", up from {p.eps:g}: the eps in use did not guard this tile."
         if p.eps > 0
@@ -30,6 +32,8 @@ def fixes(p: Place) -> list[Fix]:
     )
     return [
         Fix(kind, f"{text}{why}"),
-        Fix(kind, f"The same for the other operands: {set_to(p.backend, others, 1e-12, p.power_2_scale)[1]}."),
+        Fix(kind, f"The same for the other operands: {set_to(p.backend, others, 1e-12, p.power_2_scale)[1]}.")
+        if p.backend != TORCHAO
+        else _ONE_EPS,
         Fix("code", "Or use a kernel that sets the scale of a zero tile to 1, as Transformer Engine's does."),
     ]
