@@ -148,11 +148,4 @@ OVERFLOWS = [
         ")",
         f"{T}/test_attention_logits.py::test_few_looks_at_what_was_above_the_limit_all_along_are_no_growth",
     ),
-    Bug(
-        "sites that come in turns are said",
-        "recipe_mismatch.in_turns:InTurns.observe",
-        "self._num_steps < TURNS_STEPS",
-        "self._num_steps >= 0",
-        f"{T}/test_in_turns.py::test_sites_that_come_in_turns_are_said_once",
-    ),
 ]

@@ -10,7 +10,6 @@ from fp8watch_server.detect.families.training_setup import TrainingSetup
 from fp8watch_server.detect.families.weight_updates import WeightUpdates
 from fp8watch_server.detect.limits import threshold
 from fp8watch_server.detect.mode import Mode
-from fp8watch_server.detect.modes.recipe_mismatch.in_turns import InTurns
 from fp8watch_server.detect.modes.recipe_mismatch.words import alternatives, fixes, words
 
 MODE = Mode(
@@ -27,6 +26,6 @@ MODE = Mode(
             "resume_scale_octaves", 2, "octaves", 0.5, 32, "a saved scale continues within the spread of gradients, 2σ"
         ),
     ),
-    detectors=(TrainingSetup, WeightUpdates, InTurns),
+    detectors=(TrainingSetup, WeightUpdates),
     alternatives_of=alternatives,
 )

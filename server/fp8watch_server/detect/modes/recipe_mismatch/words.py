@@ -9,7 +9,7 @@ from fp8watch_server.detect.families.fault_why import IN_EFFECT
 from fp8watch_server.detect.finding import Finding, SiteFacts
 from fp8watch_server.detect.modes.recipe_mismatch import in_effect
 from fp8watch_server.detect.modes.recipe_mismatch.detector import LOADED
-from fp8watch_server.detect.phrases import baseline, evidence, number, since, site_words
+from fp8watch_server.detect.phrases import evidence, number, site_words
 from fp8watch_server.detect.remedies import Fix, Place
 from fp8watch_server.detect.sessions import BLIND_FACT, NOT_GIVEN
 from fp8watch_server.detect.switches import recomputation
@@ -28,13 +28,6 @@ def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
         return _of_training(f)
     if f.extra.get("kind") == IN_EFFECT:
         return in_effect.words(f, s)
-    if f.extra.get("in_turns"):
-        return (
-            f"Sites come in turns: about {number(evidence(f, 'sites_per_step'))} of {number(baseline(f, 'sites_per_step'))} in a step",
-            f"In {number(evidence(f, 'steps_without_most_sites'))} observed steps{since(f)} fewer than half of the sites came, as where reading "
-            "operands takes more than overhead_budget allows. What is not finite, and broken scales, are judged as they come. Outliers, noise, underflow, dying "
-            "tiles, dead layers and divergence are judged in steps with most sites, and found late.",
-        )
     changes = f.extra.get("changes", [])
     fact, value, old, against = changes[0] if changes else ("recipe", None, None, "the step before")
     kept = {c[0]: c for c in changes}
@@ -127,13 +120,6 @@ def _of_training(f: Finding) -> tuple[str, str]:
 
 def fixes(p: Place) -> list[Fix]:
     """What to change, most likely first."""
-    if p.extra.get("in_turns"):
-        return [
-            Fix(
-                "code",
-                "Give it room: attach(..., overhead_budget=0.05), or None; or attach(..., every=n), which takes all sites in each n-th step.",
-            )
-        ]
     if update_words.is_one(kind := p.extra.get("kind", "")):
         return update_words.fixes(str(kind))
     if p.extra.get("kind") == IN_EFFECT:
