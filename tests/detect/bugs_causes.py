@@ -244,6 +244,20 @@ CAUSES = [
         f"{ANEW}_a_weight_that_was_set_anew_is_a_warning_that_says_so",
     ),
     Bug(
+        "what was written is saved with the rest",
+        "families.corruption:Corruption",
+        "    parts = (_Writes,)\n",
+        "",
+        f"{ANEW[:-6]}::test_a_collector_that_restarts_behind_what_was_written_says_the_same",
+    ),
+    Bug(
+        "each part of a state can be saved with everything set",
+        "families.weight_updates:WeightUpdates",
+        "    parts = (_Arrivals,)\n",
+        "",
+        "tests/detect/test_state.py::test_each_part_can_be_saved_with_everything_set",
+    ),
+    Bug(
         "a weight that breaks the run is a page, whoever wrote it",
         "families.corruption:Corruption._leap",
         "(written is not None and not first)",

@@ -10,6 +10,7 @@ from detect.scenarios import Case
 from detect.trace import Trace, healthy
 
 from fp8watch_agent.training_names import CHANGED, MOMENTS_CHANGED, WEIGHTS_CHANGED, WEIGHTS_LOOKED, WRITTEN
+from fp8watch_server.detect.engine import DetectionEngine
 from fp8watch_server.incidents.explain import explain
 
 AT, STEPS = 120, 160
@@ -85,3 +86,15 @@ def test_where_values_break_behind_it_it_is_a_page_all_the_same() -> None:
     [incident] = told(t)
     assert incident.named.severity == "critical"
     assert "something wrote it" in explain(incident.named, t.facts).title
+
+
+def test_a_collector_that_restarts_behind_what_was_written_says_the_same() -> None:
+    t = written(leaping(), AT)
+    batches = list(t.batches(1))
+    one = DetectionEngine(t.facts)
+    for batch in batches[: AT + 1]:
+        one.observe(batch)
+    two = DetectionEngine.load(one.dump(), t.facts)
+    for batch in batches[AT + 1 :]:
+        assert repr(two.observe(batch)) == repr(one.observe(batch))
+    assert two.dump() == one.dump()
