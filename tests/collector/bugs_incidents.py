@@ -34,7 +34,7 @@ INCIDENTS = [
     ),
     Bug(
         "what a person does waits for findings that are being written",
-        "fold:_load",
+        "incidents.stored:load",
         "        .with_for_update(key_share=True)  # what people do meanwhile comes after\n",
         "",
         PERSON,

@@ -48,7 +48,7 @@ SEEN_TO_BE_WRONG = [
     ),
     Bug(
         "what an incident tells of is read back",
-        "incidents.fold:_load",
+        "incidents.stored:load",
         'names=frozenset(detail["scalar"] for detail in details if detail.get("scalar")),',
         "names=frozenset(),",
         "tests/incidents/test_fold.py::test_a_logged_scalar_that_stays_broken_takes_in_what_leaves_its_band_with_it_and_nothing_later",

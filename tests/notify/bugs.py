@@ -127,7 +127,7 @@ STORM = [
     ),
     Bug(
         "another expert was not here before",
-        "fold:_note_regression",
+        "incidents.stored:note_regression",
         '("module", "operand", "expert")',
         '("module", "operand")',
         "tests/incidents/test_roots.py::test_another_expert_was_not_here_before",
@@ -247,7 +247,7 @@ STORM = [
     Bug(
         "a failure that was here before says so",
         "fold:fold",
-        "            _note_regression(conn, target)\n",
+        "            note_regression(conn, target)\n",
         "",
         f"{I}/test_roots.py::test_the_same_failure_again_says_that_it_was_here_before",
     ),
