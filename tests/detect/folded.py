@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fp8watch_server.detect.finding import Finding, SiteFacts
-from fp8watch_server.detect.precedence import NONFINITE_MODES
+from fp8watch_server.detect.precedence import SPREADING
 from fp8watch_server.incidents.auto_resolve import CLOSE_AFTER_STEPS
 from fp8watch_server.incidents.match import Open, explained_by, root_of, target_of
 
@@ -41,8 +41,10 @@ def fold(findings: Sequence[Finding], sites: Mapping[int, SiteFacts], window_ste
         if (same := target_of(rows, f, window_steps)) is not None:
             _extend(same, by_id[id(same)], f)
         elif (root := root_of(rows, f, sites, window_steps)) is not None:
-            if f.mode in NONFINITE_MODES:
-                root.row["last_step"] = by_id[id(root)].last_step = max(root.row["last_step"], f.step)
+            told = by_id[id(root)]
+            if f.mode in SPREADING:
+                root.row["last_step"] = told.last_step = max(root.row["last_step"], f.step)
+            root.row["severity"] = told.severity = max(told.severity, f.severity, key=SEVERITIES.index)
         elif (taken := explained_by(rows, f, sites, window_steps)) is not None:
             incident = by_id[id(taken)]
             incident.named = f

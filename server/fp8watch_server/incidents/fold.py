@@ -23,7 +23,7 @@ import sqlalchemy as sa
 from fp8watch_server.db import schema
 from fp8watch_server.detect.families.fault_why import EXPLAINED
 from fp8watch_server.detect.finding import Finding, SiteFacts
-from fp8watch_server.detect.precedence import FADING, NONFINITE_MODES, PRECURSORS
+from fp8watch_server.detect.precedence import FADING, NONFINITE_MODES, PRECURSORS, SPREADING
 from fp8watch_server.incidents.auto_resolve import close_quiet
 from fp8watch_server.incidents.causes import cause_id, remember
 from fp8watch_server.incidents.explain import Explanation, explain
@@ -201,15 +201,15 @@ def _root(incident: Open, finding: Finding, window_steps: int) -> dict[str, Any]
 
 
 def _mute(root: Open, finding: Finding, sites: Mapping[int, SiteFacts]) -> None:
-    """Count a consequence in its open root incident, named once; without a message, but where values broke behind a warning."""
+    """Count a consequence in its open root incident, named once; without a message, but where it is critical behind a warning."""
     root.row["num_events"] += 1
     first = root.row["first_step"]  # an unseen cause may be older, but not older than it can have begun
     root.row["first_step"] = min(first, max(finding.onset, first if root.earliest is None else root.earliest))
-    if finding.mode in NONFINITE_MODES:  # values that it broke stay broken: it is not over while they are
+    if finding.mode in SPREADING:  # values that it broke stay broken, weights run away: it is not over while they do
         root.row["last_step"] = max(root.row["last_step"], finding.step)
-        if _grew_worse(root.row["severity"], finding.severity):
-            root.row["severity"] = finding.severity
-            root.row["cause"] += f" Behind it: {explain(finding, sites).title}."
+    if _grew_worse(root.row["severity"], finding.severity):
+        root.row["severity"] = finding.severity
+        root.row["cause"] += f" Behind it: {explain(finding, sites).title}."
     if finding.mode not in root.muted:
         root.muted |= {finding.mode}
         root.events.append(("updated", finding.step, {"muted": finding.mode, "sites": _sites_of(finding)[:16]}))
