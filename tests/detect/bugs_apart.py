@@ -67,7 +67,7 @@ OF_APART = [
     Bug(
         "a cause mutes at its place",
         "statistics:Statistics._is_muted",
-        'if _reaches(root, {module} - {""}, mine):',
+        'if not less and _reaches(root, {module} - {""}, mine):',
         "if True:",
         f"{KEPT}::test_an_expert_without_tokens_takes_in_what_is_wrong_in_its_module_and_nowhere_else "
         f"{KEPT}::test_a_scale_that_is_wrong_takes_in_the_noise_of_its_module_alone",

@@ -6,12 +6,22 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from detect.scenarios import optimizer_divergence
+import pytest
+import sqlalchemy as sa
+from detect.scenarios import delayed_clip, optimizer_divergence
 from detect.test_weight_set_anew import AT, leaping, written
-from incidents.findings import finding
+from detect.trace import healthy
+from incidents.findings import OTHER, finding, put
 from incidents.store import Store
 
+from fp8watch_agent.module_settings import SETTING
 from fp8watch_server.db import schema
+from fp8watch_server.db.dialect import writing
+from fp8watch_server.detect.engine import DetectionEngine
+from fp8watch_server.detect.finding import Finding
+from fp8watch_server.detect.modes.recipe_mismatch.detector import mismatch
+from fp8watch_server.detect.precedence import BLIND, HABIT
+from fp8watch_server.detect.sessions import BLIND_FACT, Change, SessionFacts
 from fp8watch_server.detect.statistics import without_consequences
 
 LATER = 10
@@ -42,3 +52,57 @@ def test_of_one_step_a_warning_takes_in_nothing_critical(store: Store) -> None:
     for severity, told in (("warning", [cause]), ("critical", [cause, replace(noise, severity="critical")])):
         found = [cause, replace(noise, severity=severity)]
         assert without_consequences(found, sites=store.run.facts) == told
+
+
+def opened_before(store: Store, mode: str, kind: str) -> None:
+    """Information that an earlier version opened, with the kind that it gave it."""
+    put(store, finding(store, mode, 10, severity="info"))
+    with writing(store.db) as conn:
+        [event] = store.rows(schema.incident_event)
+        conn.execute(sa.update(schema.incident_event).values(detail={**event["detail"], "kind": kind}))
+
+
+@pytest.mark.parametrize(
+    ("mode", "kind", "told"),
+    [
+        ("optimizer-divergence", "optimizer-divergence", ("outlier-growth", "warning")),
+        ("silent-data-corruption", "silent-data-corruption", ("dead-layer", "warning")),
+        ("recipe-mismatch", "recipe-mismatch", ("gradient-underflow", "critical")),
+    ],
+)
+def test_information_takes_in_nothing_graver(store: Store, mode: str, kind: str, told: tuple[str, str]) -> None:
+    opened_before(store, mode, kind)
+    put(store, finding(store, told[0], 12, severity=told[1]), finding(store, "chronic-quantization-noise", 12, OTHER))
+    assert {(i["mode"], i["severity"]) for i in store.incidents} == {
+        (mode, "info"),
+        told,
+        ("chronic-quantization-noise", "warning"),
+    }
+    assert store.messages == ["firing"] * 3
+
+
+def test_what_changed_for_the_model_is_information_that_explains_nothing() -> None:
+    [settings, flags] = [
+        mismatch([Change(name, 0.1, 0.0, "the session before")], 10, 0) for name in (f"{SETTING}p", "recipe")
+    ]
+    assert (settings.severity, settings.kind) == ("info", HABIT)
+    assert (flags.severity, flags.kind) == ("warning", "recipe-mismatch")
+    blind = mismatch([Change(BLIND_FACT, "a of 62", "", "")], 10, 0)
+    assert blind.kind == BLIND
+
+
+@pytest.mark.parametrize("blind", [True, False])
+def test_what_nobody_observes_is_no_reason_for_a_clip(blind: bool) -> None:
+    """It is told two steps before."""
+    t = healthy(3, 66, recipe="delayed", hybrid=True)
+    delayed_clip(t, 50, 0, np.random.default_rng(0))
+    engine = DetectionEngine(t.facts)
+    said = SessionFacts(session=t.session, rank=0)
+    engine.add_sessions([said])
+    found: list[Finding] = []
+    for batch in t.batches(1):
+        if blind and batch.header.step0 == 48:
+            engine.add_sessions([replace(said, facts={BLIND_FACT: "lm_head (its output was not seen); "})])
+        found += engine.observe(batch)
+    assert [f.kind for f in found if f.mode == "recipe-mismatch"] == [BLIND] * blind
+    assert "warning" in {f.severity for f in found if f.mode == "delayed-clip"}

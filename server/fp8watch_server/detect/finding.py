@@ -217,6 +217,8 @@ class Finding:
             return WEIGHT_FIRST if self.extra.get("first") is True else WEIGHT_LEAP
         if self.mode == "recipe-mismatch" and self.extra.get("blind"):
             return BLIND
+        if self.mode == "recipe-mismatch" and self.severity == "info":
+            return HABIT
         if self.mode == "recipe-mismatch" and self.extra.get("loaded"):
             return LOADED
         if self.mode == "bad-batch" and self.extra.get("fell"):

@@ -127,7 +127,7 @@ class Statistics:
         self.last_step = now.step
         window, sites = WINDOW_STEPS * stride, now.table.sites
         for f in roots:
-            self._note_root(f.mode, f, now.step - (0 if f.mode in EXACT_MODES else window), sites)
+            self._note_root(f.kind, f, now.step - (0 if f.mode in EXACT_MODES else window), sites)
         base = self._base
         if poisoned:
             base.recent_amax.forget()

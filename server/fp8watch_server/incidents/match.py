@@ -116,10 +116,10 @@ def covering(closed: Sequence[Open], finding: Finding, window_steps: int) -> Ope
 def root_of(
     incidents: Sequence[Open], finding: Finding, sites: Mapping[int, SiteFacts], window_steps: int
 ) -> Open | None:
-    """The open incident that explains this finding, which is then muted. A finding from before its cause has none; what breaks is no
-    matter of information."""
+    """The open incident that explains this finding, which is then muted. A finding from before its cause has none; what is more than
+    information is no matter of it."""
     for i in incidents:
-        if i.row["severity"] == "info" and finding.mode in NONFINITE_MODES:
+        if i.row["severity"] == "info" and finding.severity != "info":
             continue
         there = explains_there(i.cause, finding.kind) and _at_one_place(i, finding, sites)
         if not (there or explains(i.cause, finding.kind)) or not _related(
