@@ -5,6 +5,7 @@ from __future__ import annotations
 from support.planted import Bug
 
 GRAVER = "tests/incidents/test_graver.py::test"
+APART = "tests/incidents/test_apart_in_place.py::test"
 
 OF_GRAVER = [
     Bug(
@@ -27,5 +28,85 @@ OF_GRAVER = [
         'if self.mode == "recipe-mismatch" and self.severity == "info":',
         "if False:",
         f"{GRAVER}_what_changed_for_the_model_is_information_that_explains_nothing",
+    ),
+]
+
+OF_PLACES = [
+    Bug(
+        "an incident takes in no later failure at another place",
+        "match:_is_told",
+        'return finding.severity == "info" or not _is_elsewhere(i, finding, sites)',
+        "return True",
+        f"{APART}_a_failure_of_the_same_mode_at_another_place_much_later_is_told",
+    ),
+    Bug(
+        "information opens nothing beside a warning of its mode",
+        "match:_is_told",
+        'finding.severity == "info" or not',
+        "not",
+        f"{APART}_what_begins_together_is_one_failure_at_however_many_places",
+    ),
+    Bug(
+        "what begins together is one failure",
+        "match:_is_told",
+        "if together or finding.mode in NONFINITE_MODES",
+        "if finding.mode in NONFINITE_MODES",
+        f"{APART}_what_begins_together_is_one_failure_at_however_many_places",
+    ),
+    Bug(
+        "values that break are one failure wherever",
+        "match:_is_told",
+        "if together or finding.mode in NONFINITE_MODES or",
+        "if together or",
+        f"{APART}_values_that_break_are_one_failure_wherever",
+    ),
+    Bug(
+        "operands of a module are at one place",
+        "match:_places",
+        "theirs = {sites[s].module for",
+        "theirs = {(sites[s].module, s) for",
+        f"{APART}_of_one_place_it_is_the_same_failure_though_not_all_operands_were_named",
+    ),
+    Bug(
+        "places that are not all named are not elsewhere",
+        "match:_is_elsewhere",
+        "theirs and mine and all_named and not",
+        "theirs and mine and not",
+        f"{APART}_of_one_place_it_is_the_same_failure_though_not_all_operands_were_named",
+    ),
+    Bug(
+        "another topic is another failure",
+        "match:_is_told",
+        "i.topic is not None and i.topic != finding.topic",
+        "False",
+        f"{APART}_another_topic_of_a_mode_is_another_failure",
+    ),
+    Bug(
+        "a topic is read back",
+        "incidents.stored:load",
+        'topic=root.get("topic")',
+        'topic=root.get("topic", "")',
+        f"{APART}_an_incident_of_an_earlier_version_has_no_topic_and_takes_all_in",
+    ),
+    Bug(
+        "a page is about what made it one",
+        "fold:_absorb",
+        "    elif graver and not _is_explained(row, finding):",
+        "    elif graver and row is None:",
+        f"{APART}_what_becomes_critical_is_told_with_what_made_it_so",
+    ),
+    Bug(
+        "where a page began stays",
+        "fold:_absorb",
+        "        incident.flow, incident.weight_born, incident.origin_rank = began\n",
+        "",
+        f"{APART}_what_becomes_critical_is_told_with_what_made_it_so",
+    ),
+    Bug(
+        "each topic comes and goes by itself",
+        "messages:_fired_before",
+        '"scalar" if row["mode"] == "scalar-shift" else "topic"',
+        '"scalar" if row["mode"] == "scalar-shift" else "stride"',
+        f"{APART}_of_one_mode_each_topic_comes_and_goes_by_itself",
     ),
 ]

@@ -24,6 +24,7 @@ from fp8watch_server.detect.precedence import (
     LEAP,
     LOADED,
     LOSS_FALL,
+    NONFINITE_MODES,
     ON_THE_WAY,
     WEIGHT_FIRST,
     WEIGHT_LEAP,
@@ -203,6 +204,13 @@ class Finding:
     def scalar(self) -> str:
         """The logged scalar that it is about; "" where it is about a place or the whole step."""
         return str(self.extra.get("name", "")) if self.mode == "scalar-shift" else ""
+
+    @property
+    def topic(self) -> str:
+        """Which of the things that its mode tells of: a batch that comes again is none whose loss jumps."""
+        if self.mode in NONFINITE_MODES:  # whether NaN or Inf
+            return ""
+        return "blind" if self.extra.get("blind") else str(self.extra.get("kind") or "")
 
     @property
     def kind(self) -> str:

@@ -78,7 +78,7 @@ def fold(
     incidents = load(conn, run_id, tenant, attempt, status != "resolved")
     closed: list[Open] | None = None
     for finding in sorted(findings, key=lambda f: (f.step, f.rank_in_flow)):
-        target = target_of(incidents, finding, window_steps)
+        target = target_of(incidents, finding, window_steps, sites)
         if target is None:
             if root := root_of(incidents, finding, sites, window_steps):
                 _mute(root, finding, sites)
@@ -91,7 +91,9 @@ def fold(
             if closed is None:
                 closed = load(conn, run_id, tenant, attempt, status == "resolved")
             as_bad = [i for i in closed if not _grew_worse(i.told_severity, finding.severity)]
-            if late := covering(as_bad, finding, window_steps):  # worse than was told: a page of its own, which ends
+            if late := covering(
+                as_bad, finding, window_steps, sites
+            ):  # worse than was told: a page of its own, which ends
                 _absorb_late(late, finding, sites, window_steps)
                 continue
             target = _new(run_id, tenant, attempt, finding, sites, now, window_steps)
@@ -185,11 +187,13 @@ def _place_at(incident: Open, finding: Finding, words: Explanation) -> None:
 def _root(incident: Open, finding: Finding, window_steps: int) -> dict[str, Any]:
     stride = int(finding.extra.get("stride", 1))
     incident.kind, incident.earliest = finding.kind, finding.earliest(window_steps * stride)
+    incident.topic = finding.topic
     incident.names |= {finding.scalar}
     named = {"scalar": finding.scalar} if finding.scalar else {}
     return {
         **named,
         "kind": incident.kind,
+        "topic": incident.topic,
         "earliest": incident.earliest,
         "flow": incident.flow,
         "weight_born": incident.weight_born,
@@ -233,8 +237,9 @@ def _absorb(
     row["first_step"] = first
     row["last_step"] = max(row["last_step"], finding.step)
     row["num_events"] += 1
-    row["severity"] = max(row["severity"], finding.severity, key=_SEVERITY.index)
+    told, row["severity"] = row["severity"], max(row["severity"], finding.severity, key=_SEVERITY.index)
     hit = _sites_of(finding)
+    graver = row["severity"] != told and not finding.extra.get("consequence")
     if takes_over:
         old_mode = row["mode"]
         _place_at(incident, finding, explain(finding, sites))
@@ -242,6 +247,13 @@ def _absorb(
         root = _root(incident, finding, window_steps)
         incident.events.append(("updated", finding.step, {**root, "earlier_cause_than": old_mode}))
         incident.change = incident.change or "rerooted"
+    elif graver and not _is_explained(row, finding):  # its message is about what made it so
+        began = incident.flow, incident.weight_born, incident.origin_rank
+        _place_at(incident, finding, explain(finding, sites))
+        incident.flow, incident.weight_born, incident.origin_rank = began
+        row["sites"] = list(dict.fromkeys([*hit, *row["sites"]]))[:MAX_SITES]
+        incident.events.append(("updated", finding.step, {"graver_than": told, "title": row["title"]}))
+        incident.change = incident.change or "updated"
     else:
         row["sites"] = list(dict.fromkeys([*row["sites"], *hit]))[:MAX_SITES]
         if finding.rank not in row["place"]["ranks"]:

@@ -42,6 +42,7 @@ def load(conn: sa.Connection, run_id: str, tenant: str, attempt: int, status: sa
                 weight_born=bool(root.get("weight_born", False)),
                 origin_rank=int(root.get("rank", 0)),
                 kind=str(root.get("kind", "")),
+                topic=root.get("topic"),
                 earliest=root.get("earliest"),
                 was_told=told,
                 opened=next((step for kind, _, step in events if kind == "opened"), None),
