@@ -6,6 +6,7 @@ from support.planted import Bug
 
 GRAVER = "tests/incidents/test_graver.py::test"
 APART = "tests/incidents/test_apart_in_place.py::test"
+GRAVEST = "tests/detect/test_gravest_is_named.py::test"
 
 OF_GRAVER = [
     Bug(
@@ -108,5 +109,29 @@ OF_PLACES = [
         '"scalar" if row["mode"] == "scalar-shift" else "topic"',
         '"scalar" if row["mode"] == "scalar-shift" else "stride"',
         f"{APART}_of_one_mode_each_topic_comes_and_goes_by_itself",
+    ),
+]
+
+OF_DELAYED = [
+    Bug(
+        "the site is named that makes a clip grave",
+        "families.delayed:_gravest_first",
+        "    first = rows[grave[rows]][:1]\n",
+        "    first = rows[:1]\n",
+        f"{GRAVEST}_a_mild_clip_before_a_deep_one_in_data_flow_hides_no_page",
+    ),
+    Bug(
+        "a clip is as grave as its gravest site",
+        "families.delayed:Delayed._clip_finding",
+        '"critical" if grave.any() else',
+        '"critical" if grave[now.in_flow(mask)[0]] else',
+        f"{GRAVEST}_a_mild_clip_before_a_deep_one_in_data_flow_hides_no_page",
+    ),
+    Bug(
+        "of two that are as grave the first is named",
+        "families.delayed:_gravest_first",
+        "rows[grave[rows]][:1]",
+        "rows[grave[rows]][-1:]",
+        f"{GRAVEST}_of_two_that_are_as_grave_the_first_in_data_flow_is_named",
     ),
 ]
