@@ -80,9 +80,9 @@ def test_an_incident_of_an_earlier_version_has_no_topic_and_takes_all_in(store: 
 def test_what_becomes_critical_is_told_with_what_made_it_so(store: Store) -> None:
     """Both began together, so that they are one failure; the first keeps its time, and takes the page over no more."""
     put(store, finding(store, "delayed-clip", 10, OTHER))
-    for step in (12, 13, 14):
-        put(store, finding(store, "delayed-clip", step, OTHER, began=10))
-        put(store, finding(store, "delayed-clip", step, severity="critical", began=12))
+    for steps in ((12, 13), (14,)):  # in one call, and in a later one
+        mild = [finding(store, "delayed-clip", step, OTHER, began=10) for step in steps]
+        put(store, *mild, *(finding(store, "delayed-clip", step, severity="critical", began=12) for step in steps))
     [incident] = store.incidents
     assert told(store) == [(DOWN, "critical", 10, 14)]
     assert DOWN in incident["title"]

@@ -91,9 +91,8 @@ def fold(
             if closed is None:
                 closed = load(conn, run_id, tenant, attempt, status == "resolved")
             as_bad = [i for i in closed if not _grew_worse(i.told_severity, finding.severity)]
-            if late := covering(
-                as_bad, finding, window_steps, sites
-            ):  # worse than was told: a page of its own, which ends
+            # what is worse than was told is a page of its own, which ends
+            if late := covering(as_bad, finding, window_steps, sites):
                 _absorb_late(late, finding, sites, window_steps)
                 continue
             target = _new(run_id, tenant, attempt, finding, sites, now, window_steps)
