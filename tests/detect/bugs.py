@@ -6,7 +6,7 @@ from detect.bugs_apart import OF_APART
 from detect.bugs_batches import OF_BATCHES, OF_TRAINING
 from detect.bugs_causes import CAUSES
 from detect.bugs_engine import ENGINE, REPORTS
-from detect.bugs_graver import OF_DELAYED, OF_GRAVER, OF_PLACES
+from detect.bugs_graver import OF_DELAYED, OF_GRAVER, OF_NORM, OF_PLACES
 from detect.bugs_names import NAMES
 from detect.bugs_replicas import OF_REPLICAS
 from detect.bugs_seen import SEEN_TO_BE_WRONG
@@ -459,5 +459,6 @@ BUGS = [
     *OF_APART,
     *OF_DELAYED,
     *OF_GRAVER,
+    *OF_NORM,
     *OF_PLACES,
 ]

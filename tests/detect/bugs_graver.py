@@ -6,6 +6,7 @@ from support.planted import Bug
 
 GRAVER = "tests/incidents/test_graver.py::test"
 APART = "tests/incidents/test_apart_in_place.py::test"
+NORM = "tests/detect/test_unfrozen_norm.py::test"
 GRAVEST = "tests/detect/test_gravest_is_named.py::test"
 
 OF_GRAVER = [
@@ -109,6 +110,44 @@ OF_PLACES = [
         '"scalar" if row["mode"] == "scalar-shift" else "topic"',
         '"scalar" if row["mode"] == "scalar-shift" else "stride"',
         f"{APART}_of_one_mode_each_topic_comes_and_goes_by_itself",
+    ),
+]
+
+OF_NORM = [
+    Bug(
+        "a norm of more weights is laid on nothing behind the backward pass",
+        "gradient_factor:GradientFactor._finding",
+        "behind = loss_moved is None and not changed and",
+        "behind = loss_moved is None and",
+        f"{NORM}_a_norm_that_triples_where_weights_are_unfrozen_is_information_that_says_so",
+    ),
+    Bug(
+        "a norm of fewer weights is smaller",
+        "gradient_factor:GradientFactor._finding",
+        "if level > usual else self._of.ceased(NUM_LAST)",
+        "if level > usual else (0, 0)",
+        f"{NORM}_a_norm_that_falls_where_weights_are_frozen_is_information_that_says_so",
+    ),
+    Bug(
+        "what was unfrozen long before is no reason",
+        "gradients_in_norm:GradientsInNorm.began",
+        "self._of_all(self._first >= at)",
+        "self._of_all(self._first >= 20)",
+        f"{NORM}_a_norm_that_triples_for_another_reason_stays_a_warning",
+    ),
+    Bug(
+        "one weight of many moves no norm",
+        "gradients_in_norm",
+        "SHARE = 0.05\n",
+        "SHARE = 0.0\n",
+        f"{NORM}_a_norm_that_triples_for_another_reason_stays_a_warning",
+    ),
+    Bug(
+        "a norm that grows is no norm of fewer weights",
+        "gradient_factor:GradientFactor._finding",
+        "self._of.began(NUM_LAST) if level > usual else self._of.ceased(NUM_LAST)",
+        "max(self._of.began(NUM_LAST), self._of.ceased(NUM_LAST))",
+        f"{NORM}_a_norm_that_triples_for_another_reason_stays_a_warning",
     ),
 ]
 
