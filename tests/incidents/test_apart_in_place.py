@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from incidents.findings import DOWN, OTHER, finding, put
+from incidents.findings import DOWN, OTHER, comes_and_goes, finding, put
 from incidents.store import Store
 
 from fp8watch_server.db import schema
@@ -97,8 +97,6 @@ def test_what_becomes_critical_is_told_with_what_made_it_so(store: Store) -> Non
 
 
 def test_of_one_mode_each_topic_comes_and_goes_by_itself(store: Store) -> None:
-    from incidents.test_fold import comes_and_goes
-
     nowhere = {"sites": [], "num_sites": 0}
     kinds = ["loss", "loss", "labels", "loss"]
     comes_and_goes(store, *(finding(store, "bad-batch", 100 * i, kind=k, **nowhere) for i, k in enumerate(kinds)))

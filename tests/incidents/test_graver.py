@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import sqlalchemy as sa
 from detect.scenarios import delayed_clip, optimizer_divergence
-from detect.test_weight_set_anew import AT, leaping, written
 from detect.trace import healthy
+from detect.written_weights import AT, leaping, written
 from incidents.findings import OTHER, finding, put
 from incidents.store import Store
 
