@@ -8,8 +8,23 @@ F = "tests/incidents/test_fold.py"
 LATE = f"{F}::test_a_late_critical_finding_of_a_warning_that_is_over_is_an_incident_of_its_own_which_ends"
 GONE = "tests/collector/test_deleted_run.py::test_what_was_told_of_it_is_over"
 PERSON = f"{F}::test_what_a_person_does_while_detection_writes_comes_before_it_or_after"
+SAVED = "tests/collector/test_worker.py::test_a_state_that_cannot_be_saved_costs_no_batch"
 
 INCIDENTS = [
+    Bug(
+        "a state that cannot be saved costs no batch",
+        "engine_restore:save",
+        "    except Exception:\n",
+        "    except ValueError:\n",
+        SAVED,
+    ),
+    Bug(
+        "where a state cannot be saved that of before goes",
+        "engine_restore:save",
+        "        conn.execute(sa.delete(t.detect_state).where(c.run_id == run_id, c.tenant == tenant))\n",
+        "",
+        SAVED,
+    ),
     Bug(
         "what is worse than was told is no part of what is over",
         "fold:fold",
@@ -19,7 +34,7 @@ INCIDENTS = [
     ),
     Bug(
         "what a person does waits for findings that are being written",
-        "fold:_load",
+        "incidents.stored:load",
         "        .with_for_update(key_share=True)  # what people do meanwhile comes after\n",
         "",
         PERSON,

@@ -341,6 +341,29 @@ def test_a_saved_engine_that_cannot_be_used_is_built_up_again(
     assert [seq for _, seq in after.engines[-1].seen] == [1, 2, 3, 4]
 
 
+def test_a_state_that_cannot_be_saved_costs_no_batch(client: Any, app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    agent = Agent(client).register([UP])
+    recorder, detection = remembering()
+    monkeypatch.setattr(worker_module, "SAVE_EVERY_BATCHES", 1)
+    monkeypatch.setattr(worker_module, "SAVE_SHARE", 1e9)  # as often as there are so many
+    worker = DetectWorker(app.state.engine, detection)
+    agent.send([UP], [0])
+    worker.drain()
+    monkeypatch.setattr(recorder.engines[0], "dump", lambda: 1 / 0, raising=False)
+    for step in (1, 2):
+        agent.send([UP], [step], fields={"num_inf": int(step == 2)})
+        worker.drain()
+    assert (states(app), worker.num_failed_batches, worker.num_failed_saves) == ([1, 1, 1], 0, 2)
+    assert recorder.folded == [("run-1", 1, ((2, UP.id),))]
+    assert len(recorder.engines) == 1
+    with app.state.engine.connect() as conn:
+        assert conn.execute(sa.select(t.detect_state)).first() is None
+    after, detection = remembering()  # a restart does not go on from the state of long before
+    agent.send([UP], [3])
+    DetectWorker(app.state.engine, detection).drain()
+    assert [seq for _, seq in after.engines[0].seen] == [1, 2, 3, 4]
+
+
 def test_replay_counts_samples_not_steps(client: Any, app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Full statistics each 64th step: the baselines reach 64 times as far back."""
     monkeypatch.setattr(engine_restore, "REPLAY_SAMPLES", 4)

@@ -6,6 +6,7 @@ from detect.bugs_apart import OF_APART
 from detect.bugs_batches import OF_BATCHES, OF_TRAINING
 from detect.bugs_causes import CAUSES
 from detect.bugs_engine import ENGINE, REPORTS
+from detect.bugs_graver import OF_DELAYED, OF_GRAVER, OF_NORM, OF_PLACES
 from detect.bugs_names import NAMES
 from detect.bugs_overflows import OVERFLOWS
 from detect.bugs_replicas import OF_REPLICAS
@@ -255,8 +256,8 @@ MODES = [
     Bug(
         "a gradient that is clipped less than its limit wakes nobody",
         "delayed:Delayed._clip_finding",
-        "grave = depth > ctx.limit.clip_depth_grad_output",
-        "grave = True",
+        "backward = now.clip_depth > ctx.limit.clip_depth_grad_output",
+        "backward = now.clip_depth > 0",
         f"{T}/test_scenarios.py::test_a_gradient_that_is_clipped_less_than_its_limit_wakes_nobody[grad_output-2.5-warning]",
     ),
     Bug(
@@ -458,4 +459,8 @@ BUGS = [
     *OF_SPREAD,
     *OF_APART,
     *OVERFLOWS,
+    *OF_DELAYED,
+    *OF_GRAVER,
+    *OF_NORM,
+    *OF_PLACES,
 ]

@@ -32,7 +32,7 @@ OF_APART = [
     Bug(
         "open information takes in nothing that breaks",
         "match:root_of",
-        'if i.row["severity"] == "info" and finding.mode in NONFINITE_MODES:',
+        'if i.row["severity"] == "info" and finding.severity != "info":',
         "if False:",
         f"{HABITS}::test_information_of_an_earlier_version_takes_in_nothing_that_breaks",
     ),
@@ -67,7 +67,7 @@ OF_APART = [
     Bug(
         "a cause mutes at its place",
         "statistics:Statistics._is_muted",
-        'if _reaches(root, {module} - {""}, mine):',
+        'if not less and _reaches(root, {module} - {""}, mine):',
         "if True:",
         f"{KEPT}::test_an_expert_without_tokens_takes_in_what_is_wrong_in_its_module_and_nowhere_else "
         f"{KEPT}::test_a_scale_that_is_wrong_takes_in_the_noise_of_its_module_alone",

@@ -262,7 +262,7 @@ OF_BATCHES = [
     Bug(
         "whether a factor came behind the backward pass",
         "gradient_factor:GradientFactor._finding",
-        "behind = loss_moved is None and abs(entering) <= BEHIND * abs(level - usual)",
+        "behind = loss_moved is None and not changed and abs(entering) <= BEHIND * abs(level - usual)",
         "behind = True",
         f"{BATCHES}::test_a_norm_that_doubles_behind_the_backward_pass_is_told_apart",
     ),

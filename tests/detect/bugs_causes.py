@@ -9,6 +9,7 @@ CAUSE = "tests/detect/test_told_by_its_cause.py::test"
 FIRST = "tests/detect/test_what_came_first.py"
 ANEW = "tests/detect/test_weight_set_anew.py::test"
 REJUDGED = "tests/incidents/test_rejudged.py"
+GRAVER = "tests/incidents/test_graver.py::test"
 WORDS = "tests/incidents/test_nothing_measured.py::test_no_claim_is_made_about_what_was_not_measured"
 
 CAUSES = [
@@ -183,9 +184,30 @@ CAUSES = [
     Bug(
         "values that break behind a warning make it a page",
         "fold:_mute",
-        '            root.row["severity"] = finding.severity\n',
+        '        root.row["severity"] = finding.severity\n',
         "",
         "tests/incidents/test_roots.py::test_values_that_break_behind_a_warning_make_it_a_page_and_its_cause_says_so",
+    ),
+    Bug(
+        "a warning explains away nothing that is critical",
+        "statistics:Statistics._is_muted",
+        "            if not less and _reaches(",
+        "            if _reaches(",
+        f"{GRAVER}_weights_that_run_away_behind_one_that_was_set_anew_are_a_page",
+    ),
+    Bug(
+        "a warning explains away nothing critical of its own step",
+        "statistics:without_consequences",
+        '            and (f.severity != "critical" or root.severity == "critical")\n',
+        "",
+        f"{GRAVER}_of_one_step_a_warning_takes_in_nothing_critical",
+    ),
+    Bug(
+        "weights that run away keep their cause open",
+        "fold:_mute",
+        "    if finding.mode in SPREADING:",
+        '    if finding.mode in SPREADING - {"optimizer-divergence"}:',
+        f"{GRAVER}_weights_that_run_away_behind_one_that_was_set_anew_are_a_page",
     ),
     Bug(
         "one long gap is no rhythm",
@@ -242,6 +264,20 @@ CAUSES = [
         '"warning" if new or (written is not None and not first) else',
         '"warning" if new else',
         f"{ANEW}_a_weight_that_was_set_anew_is_a_warning_that_says_so",
+    ),
+    Bug(
+        "what was written is saved with the rest",
+        "families.corruption:Corruption",
+        "    parts = (_Writes,)\n",
+        "",
+        f"{ANEW[:-6]}::test_a_collector_that_restarts_behind_what_was_written_says_the_same",
+    ),
+    Bug(
+        "each part of a state can be saved with everything set",
+        "families.weight_updates:WeightUpdates",
+        "    parts = (_Arrivals,)\n",
+        "",
+        "tests/detect/test_state.py::test_each_part_can_be_saved_with_everything_set",
     ),
     Bug(
         "a weight that breaks the run is a page, whoever wrote it",

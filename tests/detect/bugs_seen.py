@@ -43,13 +43,13 @@ SEEN_TO_BE_WRONG = [
     Bug(
         "a logged scalar that stays broken swallows no other",
         "match:_is_told",
-        "    if not name or name in i.names:\n        return True\n",
-        "    return True\n",
+        "        return name in i.names\n",
+        "        return True\n",
         f"{SCALARS}::test_a_scalar_that_stays_infinite_swallows_no_later_failure_of_another",
     ),
     Bug(
         "what an incident tells of is read back",
-        "incidents.fold:_load",
+        "incidents.stored:load",
         'names=frozenset(detail["scalar"] for detail in details if detail.get("scalar")),',
         "names=frozenset(),",
         "tests/incidents/test_fold.py::test_a_logged_scalar_that_stays_broken_takes_in_what_leaves_its_band_with_it_and_nothing_later",

@@ -188,7 +188,7 @@ TOLD_BY_CAUSE = [
     ),
     Bug(
         "of an attention one projection stands beside the other",
-        "match:_at_one_place",
+        "match:_places",
         '({m.rpartition(".")[0] for m in modules} for modules in (theirs, mine))',
         "(theirs, mine)",
         f"{PLACE}::test_logits_follow_a_scale_that_is_wrong_in_their_own_attention_and_in_no_other",

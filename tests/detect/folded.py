@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fp8watch_server.detect.finding import Finding, SiteFacts
-from fp8watch_server.detect.precedence import NONFINITE_MODES
+from fp8watch_server.detect.precedence import SPREADING
 from fp8watch_server.incidents.auto_resolve import CLOSE_AFTER_STEPS
 from fp8watch_server.incidents.match import Open, explained_by, root_of, target_of
 
@@ -38,16 +38,18 @@ def fold(findings: Sequence[Finding], sites: Mapping[int, SiteFacts], window_ste
         opened = [(o, i) for o, i in opened if f.step - i.last_step <= CLOSE_AFTER_STEPS * max(stride, o.stride)]
         rows = [o for o, _ in opened]
         by_id = {id(o): i for o, i in opened}
-        if (same := target_of(rows, f, window_steps)) is not None:
+        if (same := target_of(rows, f, window_steps, sites)) is not None:
             _extend(same, by_id[id(same)], f)
         elif (root := root_of(rows, f, sites, window_steps)) is not None:
-            if f.mode in NONFINITE_MODES:
-                root.row["last_step"] = by_id[id(root)].last_step = max(root.row["last_step"], f.step)
+            told = by_id[id(root)]
+            if f.mode in SPREADING:
+                root.row["last_step"] = told.last_step = max(root.row["last_step"], f.step)
+            root.row["severity"] = told.severity = max(told.severity, f.severity, key=SEVERITIES.index)
         elif (taken := explained_by(rows, f, sites, window_steps)) is not None:
             incident = by_id[id(taken)]
             incident.named = f
             incident.modes.setdefault(f.mode, f.step)
-            taken.row["mode"], taken.kind = f.mode, f.kind
+            taken.row["mode"], taken.kind, taken.topic = f.mode, f.kind, f.topic
             taken.earliest = f.earliest(window_steps * stride)
             _extend(taken, incident, f)
         elif not f.extra.get("consequence"):
@@ -57,10 +59,11 @@ def fold(findings: Sequence[Finding], sites: Mapping[int, SiteFacts], window_ste
                 "first_step": f.onset,
                 "last_step": f.step,
                 "sites": _ids(f),
+                "num_sites": int(f.extra.get("num_sites", 0)),
             }
             made = Open(
                 row=row, flow=f.rank_in_flow, weight_born=bool(f.extra.get("weight_born")), origin_rank=f.rank,
-                num_events=0, stride=stride, names=frozenset({f.scalar}), kind=f.kind, earliest=f.earliest(window_steps * stride),
+                num_events=0, stride=stride, names=frozenset({f.scalar}), kind=f.kind, topic=f.topic, earliest=f.earliest(window_steps * stride),
                 opened=f.step,
             )  # fmt: skip
             incident = Folded(f, f, f.severity, f.step, {f.mode: f.step})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 import zstandard
+from detect.everything_set import full_of
 from detect.play import play
 from detect.scenarios import BY_NAME, Case
 
@@ -68,6 +69,13 @@ def test_equal_states_are_equal_bytes_in_whatever_order_their_sets_were_filled()
     one, other = set([0, 8, 16]), set([16, 8, 0])  # noqa: C405 - literals that are equal are one constant
     assert list(one) != list(other)
     assert state.dump({"told": one, "of": frozenset(one)}) == state.dump({"told": other, "of": frozenset(other)})
+
+
+@pytest.mark.parametrize("kind", state._CLASSES.values(), ids=lambda kind: kind.__name__)
+def test_each_part_can_be_saved_with_everything_set(kind: type) -> None:
+    """What a detector remembers of a rare event is a part of its state as well: one that cannot be saved stops all of them."""
+    raw = state.dump({"part": full_of(kind)})
+    assert state.dump(state.load(raw)) == raw
 
 
 def test_a_state_stays_small() -> None:

@@ -7,33 +7,17 @@ import pytest
 from detect.folded import Folded, fold
 from detect.play import play
 from detect.scenarios import Case
-from detect.trace import Trace, healthy
+from detect.trace import Trace
+from detect.written_weights import AT, FC2, STEPS, Q, leaping, written
 
-from fp8watch_agent.training_names import CHANGED, MOMENTS_CHANGED, WEIGHTS_CHANGED, WEIGHTS_LOOKED, WRITTEN
+from fp8watch_agent.training_names import CHANGED, WRITTEN
+from fp8watch_server.detect.engine import DetectionEngine
 from fp8watch_server.incidents.explain import explain
-
-AT, STEPS = 120, 160
-FC2, Q = "layers.1.mlp.down_proj", "layers.0.attention.q_proj"
 
 
 def told(t: Trace) -> list[Folded]:
     """Of leaps."""
     return [i for i in fold(play(Case([t], AT)), t.facts) if "octaves" in i.named.extra]
-
-
-def leaping(octaves: float = 4.0) -> Trace:
-    t = healthy(3, STEPS)
-    t.grow(t.mask(FC2, "weight"), np.where(np.arange(STEPS) >= AT, octaves, 0.0))
-    return t
-
-
-def written(t: Trace, *steps: int, weights: int = 1, name: str = f"{WRITTEN}{FC2}.weight", moments: int = 0) -> Trace:
-    said = {WEIGHTS_CHANGED: weights, MOMENTS_CHANGED: moments, WEIGHTS_LOOKED: 40, name: 1}
-    for key, value in said.items():
-        t.logs[key] = np.full(STEPS, np.nan)
-        t.logs[key][list(steps)] = value
-    t.absent_logs = True
-    return t
 
 
 @pytest.mark.parametrize("octaves", [4.0, 1.0])
@@ -85,3 +69,15 @@ def test_where_values_break_behind_it_it_is_a_page_all_the_same() -> None:
     [incident] = told(t)
     assert incident.named.severity == "critical"
     assert "something wrote it" in explain(incident.named, t.facts).title
+
+
+def test_a_collector_that_restarts_behind_what_was_written_says_the_same() -> None:
+    t = written(leaping(), AT)
+    batches = list(t.batches(1))
+    one = DetectionEngine(t.facts)
+    for batch in batches[: AT + 1]:
+        one.observe(batch)
+    two = DetectionEngine.load(one.dump(), t.facts)
+    for batch in batches[AT + 1 :]:
+        assert repr(two.observe(batch)) == repr(one.observe(batch))
+    assert two.dump() == one.dump()

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import sqlalchemy as sa
 from detect.healthy_run import Run
-from incidents.findings import finding, put
+from incidents.findings import comes_and_goes, finding, put
 from incidents.nonfinite_findings import DOWN, NAN, Change, inf_at, nan_from
 from incidents.store import RUN, TENANT, Store
 
@@ -210,14 +210,6 @@ def test_flapping_sends_four_messages_however_often(store: Store) -> None:
     assert len(store.incidents) == 100
     assert {i["status"] for i in store.incidents} == {"resolved"}
     assert store.messages == ["firing", "resolved", "firing", "resolved"]
-
-
-def comes_and_goes(store: Store, *found: Finding) -> None:
-    """Each is over before the next comes, all within an hour."""
-    for one in found:
-        put(store, one)
-        with writing(store.db) as conn:
-            close_quiet(conn, RUN, TENANT, 1, one.step + 21, store.now)
 
 
 def scalar(step: int, name: str, severity: Severity = "info") -> Finding:

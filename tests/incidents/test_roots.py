@@ -38,7 +38,7 @@ def test_a_cause_that_shows_anywhere_mutes_anywhere(store: Store) -> None:
 def test_values_that_break_behind_a_warning_make_it_a_page_and_its_cause_says_so(store: Store) -> None:
     """An LR that grew is a warning; a loss of NaN behind it is the end of the run, and somebody is to be woken."""
     put(store, finding(store, "optimizer-divergence", 10))
-    put(store, finding(store, "outlier-growth", 11, OTHER, severity="critical"))
+    put(store, finding(store, "outlier-growth", 11, OTHER))
     [before] = store.incidents
     assert before["severity"] == "warning"
     for step in (12, 13):

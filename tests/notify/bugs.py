@@ -100,15 +100,15 @@ STORM = [
     Bug(
         "what follows from a cause opens nothing",
         "fold:fold",
-        "        target = target_of(incidents, finding, window_steps)\n",
-        "        target = target_of([], finding, window_steps)\n",
+        "        target = target_of(incidents, finding, window_steps, sites)\n",
+        "        target = target_of([], finding, window_steps, sites)\n",
         f"{N}/test_promises.py::test_a_storm_is_one_firing_and_one_resolve",
     ),
     Bug(
         "a rank that comes late joins what is over",
         "fold:fold",
-        "            if late := covering(as_bad, finding, window_steps):",
-        "            if late := covering([], finding, window_steps):",
+        "            if late := covering(as_bad, finding, window_steps, sites):",
+        "            if late := covering([], finding, window_steps, sites):",
         f"{I}/test_fold.py::test_a_rank_that_comes_after_the_clean_steps_joins_the_incident_that_is_over",
     ),
     Bug(
@@ -127,7 +127,7 @@ STORM = [
     ),
     Bug(
         "another expert was not here before",
-        "fold:_note_regression",
+        "incidents.stored:note_regression",
         '("module", "operand", "expert")',
         '("module", "operand")',
         "tests/incidents/test_roots.py::test_another_expert_was_not_here_before",
@@ -183,15 +183,15 @@ STORM = [
     ),
     Bug(
         "of logged scalars only the same one comes and goes",
-        "messages:_of_its_scalars",
-        "mine is None or mine & told.get(other, set())",
+        "messages:_of_its_matter",
+        "mine is None or mine & told.get(other, unknown or set())",
         "True",
         f"{I}/test_fold.py::test_of_logged_scalars_only_the_same_one_comes_and_goes",
     ),
     Bug(
         "a logged scalar that comes and goes is held down",
-        "messages:_of_its_scalars",
-        "mine is None or mine & told.get(other, set())",
+        "messages:_of_its_matter",
+        "mine is None or mine & told.get(other, unknown or set())",
         "mine is None",
         f"{I}/test_fold.py::test_of_logged_scalars_only_the_same_one_comes_and_goes",
     ),
@@ -247,7 +247,7 @@ STORM = [
     Bug(
         "a failure that was here before says so",
         "fold:fold",
-        "            _note_regression(conn, target)\n",
+        "            note_regression(conn, target)\n",
         "",
         f"{I}/test_roots.py::test_the_same_failure_again_says_that_it_was_here_before",
     ),

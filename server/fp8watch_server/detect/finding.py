@@ -24,6 +24,7 @@ from fp8watch_server.detect.precedence import (
     LEAP,
     LOADED,
     LOSS_FALL,
+    NONFINITE_MODES,
     ON_THE_WAY,
     WEIGHT_FIRST,
     WEIGHT_LEAP,
@@ -206,6 +207,13 @@ class Finding:
         return str(self.extra.get("name", "")) if self.mode == "scalar-shift" else ""
 
     @property
+    def topic(self) -> str:
+        """Which of the things that its mode tells of: a batch that comes again is none whose loss jumps."""
+        if self.mode in NONFINITE_MODES:  # whether NaN or Inf
+            return ""
+        return "blind" if self.extra.get("blind") else str(self.extra.get("kind") or "")
+
+    @property
     def kind(self) -> str:
         """Its mode, or one of those that only precedence knows: what explains a leap is not what explains a slope."""
         if self.severity == "info" and self.extra.get("kind") in _HABITS:
@@ -218,6 +226,8 @@ class Finding:
             return WEIGHT_FIRST if self.extra.get("first") is True else WEIGHT_LEAP
         if self.mode == "recipe-mismatch" and self.extra.get("blind"):
             return BLIND
+        if self.mode == "recipe-mismatch" and self.severity == "info":
+            return HABIT
         if self.mode == "recipe-mismatch" and self.extra.get("loaded"):
             return LOADED
         if self.mode == "bad-batch" and self.extra.get("fell"):

@@ -56,7 +56,7 @@ BLIND = "blind"
 """The kind of a `recipe-mismatch` that says what nobody observes, and of what training may do on purpose: it explains nothing."""
 
 HABIT = "by-habit"
-"""The kind of information on what a training has done to its weights since it began: it goes on, and explains nothing."""
+"""The kind of information on what a training is given, or has done to its weights since it began: it goes on, and explains nothing."""
 
 ON_THE_WAY = "on-the-way"
 """The kind of what happened to gradients between backward and the optimizer: no operand is wrong, updates are."""
@@ -90,7 +90,14 @@ PRECURSORS = {"zero-tile-eps": "dying-tile"}
 """What comes first and is the same failure: in one module, the incident goes on under the new name."""
 
 SAYS_MORE = frozenset(
-    {"optimizer-divergence", "attention-logit-growth", "recipe-mismatch", "outlier-growth", "cross-rank-disagreement"}
+    {
+        "optimizer-divergence",
+        "attention-logit-growth",
+        "recipe-mismatch",
+        LOADED,
+        "outlier-growth",
+        "cross-rank-disagreement",
+    }
 )
 """Modes that tell what writes to weights do: beside one that began with them, that they are written is no news."""
 

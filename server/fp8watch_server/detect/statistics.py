@@ -63,6 +63,8 @@ class Statistics:
         self._pending = Turns()
         self._roots: dict[tuple[str, str], tuple[int, int]] = {}
         """Kind and module, "" for anywhere -> num_steps when it was found last, earliest step of its onset."""
+        self._critical: set[tuple[str, str]] = set()
+        """Those of them that were: what is critical is explained away by nothing less."""
 
     def grow(self, num_sites: int) -> None:
         """More sites were registered."""
@@ -79,6 +81,7 @@ class Statistics:
         self.__dict__.setdefault("last_step", None)
         self._pending = Turns()
         self._roots = {key if isinstance(key, tuple) else (key, ""): of for key, of in self._roots.items()}
+        self.__dict__.setdefault("_critical", set(self._roots))  # a state of before tells them apart by nothing
         kept = {type(detector): detector for detector in self._detectors}
         num_sites = self._base.amax.num_series
         for kind, detector in kept.items():
@@ -101,7 +104,7 @@ class Statistics:
         self._base.steps = []
         self._pending.forget()
         self._schedule.resume()
-        self._roots = {}
+        self._roots, self._critical = {}, set()
         for detector in self._detectors:
             detector.resume()
 
@@ -144,7 +147,7 @@ class Statistics:
         self.last_step = now.step
         window, sites = WINDOW_STEPS * stride, now.table.sites
         for f in roots:
-            self._note_root(f.mode, f, now.step - (0 if f.mode in EXACT_MODES else window), sites)
+            self._note_root(f.kind, f, now.step - (0 if f.mode in EXACT_MODES else window), sites)
         base = self._base
         if poisoned:
             base.recent_amax.forget()
@@ -175,6 +178,7 @@ class Statistics:
         """Those of the findings of a step that are said: causes, of modes that are asked for."""
         oldest = self.num_steps - LONG_MUTED_STEPS
         self._roots = {key: of for key, of in self._roots.items() if of[0] >= oldest or key[0] in SAYS_MORE}
+        self._critical &= set(self._roots)
         found = [f for f in found if f.mode not in self.limit.disabled and not self._is_muted(f, window, sites)]
         found = without_consequences(found, window, sites)
         for f in found:
@@ -188,6 +192,10 @@ class Statistics:
             seen, began = self._roots.get((kind, module), (-math.inf, earliest))
             lasts = self.num_steps - seen <= LONG_MUTED_STEPS
             self._roots[kind, module] = self.num_steps, min(began, earliest) if lasts else earliest
+            if found.severity == "critical":
+                self._critical.add((kind, module))
+            elif not lasts:
+                self._critical.discard((kind, module))
 
     def _is_muted(self, found: Finding, window: int, sites: Mapping[int, SiteFacts]) -> bool:
         if (held := found.extra.get("held")) is not None:
@@ -199,7 +207,8 @@ class Statistics:
             follows = began <= found.latest(window)
             if root == found.kind or not follows or self.num_steps - seen > lasts or not explains(root, found.kind):
                 continue
-            if _reaches(root, {module} - {""}, mine):
+            less = found.severity == "critical" and (root, module) not in self._critical
+            if not less and _reaches(root, {module} - {""}, mine):
                 return True
         return False
 
@@ -256,7 +265,8 @@ def _reaches(root: str, theirs: Set[str], mine: Set[str]) -> bool:
 def without_consequences(
     found: Iterable[Finding], window: int = WINDOW_STEPS, sites: Mapping[int, SiteFacts] = MappingProxyType({})
 ) -> list[Finding]:
-    """Findings of one step that no other of them explains, at its place."""
+    """Findings of one step that no other of them explains, at its place. What is critical is left, too, where its cause is not: its
+    incident is as grave as what follows from it."""
     found = list(found)
     modules = [_modules(f, sites) for f in found]
     return [
@@ -265,6 +275,7 @@ def without_consequences(
         if not any(
             root is not f
             and explains(root.kind, f.kind)
+            and (f.severity != "critical" or root.severity == "critical")
             and (root.mode in GLOBAL_ROOTS or root.kind in SHOWS_BEHIND or _reaches(root.kind, theirs, mine))
             and root.earliest(window) <= f.latest(window)
             and not _first(f, root)

@@ -23,13 +23,14 @@ import sqlalchemy as sa
 from fp8watch_server.db import schema
 from fp8watch_server.detect.families.fault_why import EXPLAINED
 from fp8watch_server.detect.finding import Finding, SiteFacts
-from fp8watch_server.detect.precedence import FADING, NONFINITE_MODES, PRECURSORS
+from fp8watch_server.detect.precedence import FADING, NONFINITE_MODES, PRECURSORS, SPREADING
 from fp8watch_server.incidents.auto_resolve import close_quiet
 from fp8watch_server.incidents.causes import cause_id, remember
 from fp8watch_server.incidents.explain import Explanation, explain
 from fp8watch_server.incidents.match import UNEXPLAINED, Open, covering, explained_by, root_of, target_of
 from fp8watch_server.incidents.messages import write_escalated, write_firing, write_rejudged
 from fp8watch_server.incidents.rows import IncidentChange, change_of, key_of, write_event
+from fp8watch_server.incidents.stored import load, note_regression, was_resolved
 
 __all__ = ["IncidentChange", "close_quiet", "fold"]
 
@@ -74,10 +75,10 @@ def fold(
     if not findings:
         return []
     status = schema.incident.c.status
-    incidents = _load(conn, run_id, tenant, attempt, status != "resolved")
+    incidents = load(conn, run_id, tenant, attempt, status != "resolved")
     closed: list[Open] | None = None
     for finding in sorted(findings, key=lambda f: (f.step, f.rank_in_flow)):
-        target = target_of(incidents, finding, window_steps)
+        target = target_of(incidents, finding, window_steps, sites)
         if target is None:
             if root := root_of(incidents, finding, sites, window_steps):
                 _mute(root, finding, sites)
@@ -85,16 +86,17 @@ def fold(
             if taken := explained_by(incidents, finding, sites, window_steps):
                 _absorb(taken, finding, sites, window_steps, takes_over=True)
                 continue
-            if finding.extra.get("consequence") and _was_resolved(conn, run_id, tenant, attempt, finding):
+            if finding.extra.get("consequence") and was_resolved(conn, run_id, tenant, attempt, finding):
                 continue  # resolved by hand: its consequences open nothing
             if closed is None:
-                closed = _load(conn, run_id, tenant, attempt, status == "resolved")
+                closed = load(conn, run_id, tenant, attempt, status == "resolved")
             as_bad = [i for i in closed if not _grew_worse(i.told_severity, finding.severity)]
-            if late := covering(as_bad, finding, window_steps):  # worse than was told: a page of its own, which ends
+            # what is worse than was told is a page of its own, which ends
+            if late := covering(as_bad, finding, window_steps, sites):
                 _absorb_late(late, finding, sites, window_steps)
                 continue
             target = _new(run_id, tenant, attempt, finding, sites, now, window_steps)
-            _note_regression(conn, target)
+            note_regression(conn, target)
             remember(conn, target.row)
             incidents.append(target)
             continue
@@ -102,72 +104,11 @@ def fold(
     return [_write(conn, i, now, public_url) for i in [*incidents, *(closed or ())] if i.change is not None]
 
 
-def _load(conn: sa.Connection, run_id: str, tenant: str, attempt: int, status: sa.ColumnElement[bool]) -> list[Open]:
-    t, e = schema.incident, schema.incident_event
-    rows = conn.execute(
-        sa.select(t)
-        .where(t.c.run_id == run_id, t.c.tenant == tenant, t.c.attempt == attempt, status)
-        .order_by(t.c.id)  # everybody locks in this order
-        .with_for_update(key_share=True)  # what people do meanwhile comes after
-    )
-    out = []
-    for row in sorted(rows.mappings(), key=lambda row: row["first_step"]):
-        events = list(
-            conn.execute(
-                sa.select(e.c.kind, e.c.detail, e.c.step)
-                .where(e.c.run_id == run_id, e.c.tenant == tenant, e.c.incident_id == row["id"])
-                .order_by(e.c.seq)
-            )
-        )
-        details = [detail for _, detail, _ in events]
-        roots = [detail for detail in details if "flow" in detail]
-        root = roots[-1] if roots else {}
-        told = row["mode"], row["verdict"]
-        out.append(
-            Open(
-                row=dict(row),
-                flow=int(root.get("flow", 0)),
-                weight_born=bool(root.get("weight_born", False)),
-                origin_rank=int(root.get("rank", 0)),
-                kind=str(root.get("kind", "")),
-                earliest=root.get("earliest"),
-                was_told=told,
-                opened=next((step for kind, _, step in events if kind == "opened"), None),
-                stride=max((int(detail.get("stride", 1)) for detail in details), default=1),
-                muted=frozenset(detail["muted"] for detail in details if "muted" in detail),
-                names=frozenset(detail["scalar"] for detail in details if detail.get("scalar")),
-                told_severity=row["severity"],
-                num_events=len(events),
-                ranks=frozenset(row["place"].get("ranks", ())),
-            )
-        )
-    return out
-
-
 def _absorb_late(incident: Open, finding: Finding, sites: Mapping[int, SiteFacts], window_steps: int) -> None:
     """Add late findings to a resolved incident without extending it: what goes on after it is a new one."""
     last_step = incident.row["last_step"]
     _absorb(incident, finding, sites, window_steps)
     incident.row["last_step"] = last_step
-
-
-def _was_resolved(conn: sa.Connection, run_id: str, tenant: str, attempt: int, finding: Finding) -> bool:
-    t = schema.incident
-    return (
-        conn.execute(
-            sa.select(t.c.id)
-            .where(
-                t.c.run_id == run_id,
-                t.c.tenant == tenant,
-                t.c.attempt == attempt,
-                t.c.mode == finding.mode,
-                t.c.status == "resolved",
-                t.c.first_step <= finding.step,
-            )
-            .limit(1)
-        ).first()
-        is not None
-    )
 
 
 def _sites_of(finding: Finding) -> list[int]:
@@ -245,11 +186,13 @@ def _place_at(incident: Open, finding: Finding, words: Explanation) -> None:
 def _root(incident: Open, finding: Finding, window_steps: int) -> dict[str, Any]:
     stride = int(finding.extra.get("stride", 1))
     incident.kind, incident.earliest = finding.kind, finding.earliest(window_steps * stride)
+    incident.topic = finding.topic
     incident.names |= {finding.scalar}
     named = {"scalar": finding.scalar} if finding.scalar else {}
     return {
         **named,
         "kind": incident.kind,
+        "topic": incident.topic,
         "earliest": incident.earliest,
         "flow": incident.flow,
         "weight_born": incident.weight_born,
@@ -261,42 +204,19 @@ def _root(incident: Open, finding: Finding, window_steps: int) -> dict[str, Any]
 
 
 def _mute(root: Open, finding: Finding, sites: Mapping[int, SiteFacts]) -> None:
-    """Count a consequence in its open root incident, named once; without a message, but where values broke behind a warning."""
+    """Count a consequence in its open root incident, named once; without a message, but where it is critical behind a warning."""
     root.row["num_events"] += 1
     first = root.row["first_step"]  # an unseen cause may be older, but not older than it can have begun
     root.row["first_step"] = min(first, max(finding.onset, first if root.earliest is None else root.earliest))
-    if finding.mode in NONFINITE_MODES:  # values that it broke stay broken: it is not over while they are
+    if finding.mode in SPREADING:  # values that it broke stay broken, weights run away: it is not over while they do
         root.row["last_step"] = max(root.row["last_step"], finding.step)
-        if _grew_worse(root.row["severity"], finding.severity):
-            root.row["severity"] = finding.severity
-            root.row["cause"] += f" Behind it: {explain(finding, sites).title}."
+    if _grew_worse(root.row["severity"], finding.severity):
+        root.row["severity"] = finding.severity
+        root.row["cause"] += f" Behind it: {explain(finding, sites).title}."
     if finding.mode not in root.muted:
         root.muted |= {finding.mode}
         root.events.append(("updated", finding.step, {"muted": finding.mode, "sites": _sites_of(finding)[:16]}))
     root.change = root.change or "updated"
-
-
-def _note_regression(conn: sa.Connection, incident: Open) -> None:
-    """Note when the same failure at the same place was resolved before."""
-    t, row = schema.incident, incident.row
-    earlier = conn.execute(
-        sa.select(t.c.id, t.c.attempt, t.c.first_step, t.c.last_step, t.c.place)
-        .where(
-            t.c.run_id == row["run_id"],
-            t.c.tenant == row["tenant"],
-            t.c.mode == row["mode"],
-            t.c.status == "resolved",
-        )
-        .order_by(t.c.opened_at.desc())
-        .limit(32)
-    )
-    for got in earlier:
-        if all(got.place.get(name) == row["place"].get(name) for name in ("module", "operand", "expert")):
-            where = "" if got.attempt == row["attempt"] else f" of attempt {got.attempt}"
-            row["cause"] += f" It was here before: steps {got.first_step} to {got.last_step}{where}, resolved."
-            kind, step, detail = incident.events[0]
-            incident.events[0] = (kind, step, {**detail, "regression_of": got.id})
-            return
 
 
 def _absorb(
@@ -316,8 +236,9 @@ def _absorb(
     row["first_step"] = first
     row["last_step"] = max(row["last_step"], finding.step)
     row["num_events"] += 1
-    row["severity"] = max(row["severity"], finding.severity, key=_SEVERITY.index)
+    told, row["severity"] = row["severity"], max(row["severity"], finding.severity, key=_SEVERITY.index)
     hit = _sites_of(finding)
+    graver = row["severity"] != told and not finding.extra.get("consequence")
     if takes_over:
         old_mode = row["mode"]
         _place_at(incident, finding, explain(finding, sites))
@@ -325,6 +246,13 @@ def _absorb(
         root = _root(incident, finding, window_steps)
         incident.events.append(("updated", finding.step, {**root, "earlier_cause_than": old_mode}))
         incident.change = incident.change or "rerooted"
+    elif graver and not _is_explained(row, finding):  # its message is about what made it so
+        began = incident.flow, incident.weight_born, incident.origin_rank
+        _place_at(incident, finding, explain(finding, sites))
+        incident.flow, incident.weight_born, incident.origin_rank = began
+        row["sites"] = list(dict.fromkeys([*hit, *row["sites"]]))[:MAX_SITES]
+        incident.events.append(("updated", finding.step, {"graver_than": told, "title": row["title"]}))
+        incident.change = incident.change or "updated"
     else:
         row["sites"] = list(dict.fromkeys([*row["sites"], *hit]))[:MAX_SITES]
         if finding.rank not in row["place"]["ranks"]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Literal
 
 from fp8watch_server.detect.finding import Finding, SiteFacts
@@ -38,6 +39,7 @@ class Open:
     origin_rank: int
     num_events: int  # rows of incident_event
     kind: str = ""  # Finding.kind that it reports; "" for its mode
+    topic: str | None = None  # Finding.topic that it reports; None where that is not known
     earliest: int | None = None  # step before which its cause cannot have begun; None for first_step
     opened: int | None = None  # step whose data opened it: by then it had begun; None where that is not known
     stride: int = 1  # steps between the samples that its evidence comes from
@@ -55,7 +57,12 @@ class Open:
         return self.kind or str(self.row["mode"])
 
 
-def target_of(incidents: Sequence[Open], finding: Finding, window_steps: int) -> Open | None:
+def target_of(
+    incidents: Sequence[Open],
+    finding: Finding,
+    window_steps: int,
+    sites: Mapping[int, SiteFacts] = MappingProxyType({}),
+) -> Open | None:
     """The open incident that this finding belongs to."""
     stride = _stride(finding)
     window = window_steps * stride
@@ -74,7 +81,7 @@ def target_of(incidents: Sequence[Open], finding: Finding, window_steps: int) ->
         for i in incidents:  # told before its cause was known
             if i.row["mode"] in UNEXPLAINED and i.row["mode"] != finding.mode and at in i.row["sites"][:1] and near(i):
                 return i
-    same = [i for i in incidents if i.row["mode"] == finding.mode and _is_told(i, finding)]
+    same = [i for i in incidents if i.row["mode"] == finding.mode and _is_told(i, finding, sites)]
     for i in same:
         if near(i) or here(i):
             return i
@@ -92,23 +99,34 @@ def target_of(incidents: Sequence[Open], finding: Finding, window_steps: int) ->
     return same[-1] if same and finding.extra.get("consequence") else None
 
 
-def _is_told(i: Open, finding: Finding) -> bool:
-    """Whether an incident of its mode is about what a finding is about. Logged scalars have names for a place: those that
-    leave their bands together are one failure, a later one is another, however long the first stays broken."""
+def _is_told(i: Open, finding: Finding, sites: Mapping[int, SiteFacts]) -> bool:
+    """Whether an incident of its mode is about what a finding is about.
+
+    What begins together is one failure, at however many places. What begins later is another where it is of another topic, or a warning at
+    a place that the first does not name, however long that one stays. Logged scalars have names for a place. Values that break spread: they
+    are one failure wherever.
+    """
     name = finding.scalar
-    if not name or name in i.names:
+    apart = abs(finding.onset - i.row["first_step"])
+    together = apart <= CLOSE_AFTER_STEPS * max(_stride(finding), i.stride)
+    if together or finding.mode in NONFINITE_MODES or finding.extra.get("consequence"):
         return True
-    apart = finding.onset - i.row["first_step"]
-    return bool(abs(apart) <= CLOSE_AFTER_STEPS * max(_stride(finding), i.stride))
+    if name:
+        return name in i.names
+    if i.topic is not None and i.topic != finding.topic:
+        return False
+    return finding.severity == "info" or not _is_elsewhere(i, finding, sites)
 
 
-def covering(closed: Sequence[Open], finding: Finding, window_steps: int) -> Open | None:
+def covering(
+    closed: Sequence[Open], finding: Finding, window_steps: int, sites: Mapping[int, SiteFacts] = MappingProxyType({})
+) -> Open | None:
     """The resolved incident that covers a finding from a late rank or spool."""
     window = window_steps * _stride(finding)
     for i in closed:
         after = 0 if finding.rank in i.ranks else window  # from a rank already seen, a later finding is new
         within = i.row["first_step"] - window <= finding.step <= i.row["last_step"] + after
-        if within and i.row["mode"] == finding.mode and _is_told(i, finding):
+        if within and i.row["mode"] == finding.mode and _is_told(i, finding, sites):
             return i
     return None
 
@@ -116,10 +134,10 @@ def covering(closed: Sequence[Open], finding: Finding, window_steps: int) -> Ope
 def root_of(
     incidents: Sequence[Open], finding: Finding, sites: Mapping[int, SiteFacts], window_steps: int
 ) -> Open | None:
-    """The open incident that explains this finding, which is then muted. A finding from before its cause has none; what breaks is no
-    matter of information."""
+    """The open incident that explains this finding, which is then muted. A finding from before its cause has none; what is more than
+    information is no matter of it."""
     for i in incidents:
-        if i.row["severity"] == "info" and finding.mode in NONFINITE_MODES:
+        if i.row["severity"] == "info" and finding.severity != "info":
             continue
         there = explains_there(i.cause, finding.kind) and _at_one_place(i, finding, sites)
         if not (there or explains(i.cause, finding.kind)) or not _related(
@@ -184,11 +202,25 @@ def _same_module(finding: Finding, i: Open, sites: Mapping[int, SiteFacts]) -> b
 
 def _at_one_place(i: Open, finding: Finding, sites: Mapping[int, SiteFacts]) -> bool:
     """Whether both name modules, and one of them is the same; of an attention, one beside the other."""
+    theirs, mine = _places(i, finding, sites)
+    return bool(theirs & mine)
+
+
+def _is_elsewhere(i: Open, finding: Finding, sites: Mapping[int, SiteFacts]) -> bool:
+    """Whether both name all of their modules, and none of them is the same."""
+    theirs, mine = _places(i, finding, sites)
+    ids = finding.extra.get("sites", ())
+    all_named = i.row.get("num_sites", 0) <= len(i.row["sites"]) and int(finding.extra.get("num_sites", 0)) <= len(ids)
+    return bool(theirs and mine and all_named and not theirs & mine)
+
+
+def _places(i: Open, finding: Finding, sites: Mapping[int, SiteFacts]) -> tuple[set[str], set[str]]:
+    """Modules of an incident and of a finding; their parents, where one of them is of an attention."""
     theirs = {sites[s].module for s in i.row["sites"] if s in sites}
     mine = {sites[s].module for s in finding.extra.get("sites", ()) if s in sites}
     if SAME_PARENT & {i.row["mode"], finding.mode}:
         theirs, mine = ({m.rpartition(".")[0] for m in modules} for modules in (theirs, mine))
-    return bool(theirs & mine)
+    return theirs, mine
 
 
 def _stride(finding: Finding) -> int:

@@ -147,11 +147,17 @@ def _fired_before(conn: sa.Connection, row: Mapping[str, Any], now: float) -> in
     )
     module = row["place"].get("module")
     same = {str(id) for id, place in rows if place.get("module") == module}
-    return len(_of_its_scalars(conn, row, same) if same and row["mode"] == "scalar-shift" else same)
+    return len(
+        _of_its_matter(conn, row, same, "scalar" if row["mode"] == "scalar-shift" else "topic") if same else same
+    )
 
 
-def _of_its_scalars(conn: sa.Connection, row: Mapping[str, Any], others: set[str]) -> set[str]:
-    """Those of the other incidents that tell of a logged scalar that this one tells of: names are the places of scalars."""
+def _of_its_matter(conn: sa.Connection, row: Mapping[str, Any], others: set[str], name: str) -> set[str]:
+    """Those of the other incidents that tell of what this one tells of, or of which that is not known.
+
+    Args:
+        name: scalar | topic: what says so in their events. Names are the places of logged scalars.
+    """
     e = schema.incident_event
     told: dict[str, set[str]] = {}
     for incident_id, detail in conn.execute(
@@ -159,10 +165,11 @@ def _of_its_scalars(conn: sa.Connection, row: Mapping[str, Any], others: set[str
             e.c.run_id == row["run_id"], e.c.tenant == row["tenant"], e.c.incident_id.in_([*others, row["id"]])
         )
     ):
-        if name := detail.get("scalar"):
-            told.setdefault(str(incident_id), set()).add(name)
+        if (matter := detail.get(name)) is not None:
+            told.setdefault(str(incident_id), set()).add(matter)
     mine = told.get(row["id"])
-    return {other for other in others if mine is None or mine & told.get(other, set())}
+    unknown = mine if name == "topic" else set()  # what an earlier version opened
+    return {other for other in others if mine is None or mine & told.get(other, unknown or set())}
 
 
 def _write(

@@ -204,6 +204,7 @@ def latest(series: Mapping[str, Any]) -> tuple[int | None, object]:
 EVENT_WORDS = {
     "num_sites": "reached {} sites",
     "earlier_cause_than": "an earlier cause than {} was found",
+    "graver_than": "it was {}: what made it more than that is told",
     "clean_steps": "after {} clean steps",
     "message": "message: {}",
     "by": "by {}",

@@ -98,7 +98,7 @@ class DetectWorker:
             "fp8watch-detect", "detection", Leader(db, "detect"), self._work, log, forget=self._forget
         )
         self._fenced: dict[tuple[str, str], float] = {}
-        self.num_failed_batches = 0
+        self.num_failed_batches = self.num_failed_saves = 0
 
     def start(self) -> None:
         """Start the thread. Batches that were pending when the collector last stopped come first."""
@@ -289,7 +289,8 @@ class DetectWorker:
         if now - running.saved_at < running.save_took_s / SAVE_SHARE:
             return
         if running.since_saved >= SAVE_EVERY_BATCHES or now - running.saved_at >= SAVE_EVERY_S:
-            engine_restore.save(conn, running.engine, *key, judged[-1].row.arrival, self._clock())
+            saved = engine_restore.save(conn, running.engine, *key, judged[-1].row.arrival, self._clock())
+            self.num_failed_saves += not saved
             running.since_saved, running.saved_at = 0, now
             running.save_took_s = time.monotonic() - now
 

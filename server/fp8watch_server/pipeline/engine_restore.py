@@ -151,14 +151,28 @@ def _load(conn: Connection, where: tuple[Any, ...], order: Any) -> Iterator[tupl
             yield row, batch
 
 
-def save(conn: Connection, engine: Any, run_id: str, tenant: str, arrival: int, now: float) -> None:
-    """Save the engine's state, if it can be dumped."""
+def save(conn: Connection, engine: Any, run_id: str, tenant: str, arrival: int, now: float) -> bool:
+    """Save the engine's state, if it can be dumped.
+
+    A dump that fails costs no batch. The state of before goes: batches since are compacted in time, and it cannot be told how many are
+    missing; a restart rebuilds from the newest samples instead.
+
+    Returns:
+        Whether there was no such failure.
+    """
     dump = getattr(engine, "dump", None)
     if dump is None:
-        return
-    state = zstandard.ZstdCompressor(level=1).compress(dump())
+        return True
+    try:
+        state = zstandard.ZstdCompressor(level=1).compress(dump())
+    except Exception:
+        log.exception("run %r: what its detectors remember cannot be saved; a restart rebuilds it", run_id)
+        c = t.detect_state.c
+        conn.execute(sa.delete(t.detect_state).where(c.run_id == run_id, c.tenant == tenant))
+        return False
     row = {"run_id": run_id, "tenant": tenant, "arrival": arrival, "version": STATE_VERSION, "state": state}
     upsert(conn, t.detect_state, [{**row, "written_at": now}])
+    return True
 
 
 def saved(conn: Connection, run_id: str, tenant: str, before_arrival: int) -> Saved | None:

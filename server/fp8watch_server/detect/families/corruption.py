@@ -73,6 +73,7 @@ class Corruption(Detector):
     """Leaps of single weights."""
 
     modes = ("silent-data-corruption", "outlier-growth")
+    parts = (_Writes,)
     _turn: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
     """Steps between the last two looks at each. [S]"""
     _num_steps = 0

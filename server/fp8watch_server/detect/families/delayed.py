@@ -14,6 +14,7 @@ Inf, or fed by the wrong group. An input that leaps beyond what any one scale co
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from fp8watch_server.detect.context import Context, damage
 from fp8watch_server.detect.detector import Detector
@@ -165,7 +166,8 @@ class Delayed(Detector):
 
     def _frozen_finding(self, ctx: Context, mask: Mask) -> Finding:
         now = ctx.now
-        rows = now.in_flow(mask)
+        grave = mask & ((now.clip_depth > ctx.limit.clip_depth) | ctx.unhealthy)
+        rows = _gravest_first(now.in_flow(mask), grave)
         row = int(rows[0])
         depth, since = float(now.clip_depth[row]), int(self._same_since[row])
         evidence = [
@@ -177,7 +179,7 @@ class Delayed(Detector):
         if deaf:
             evidence.append(Evidence("new_highs_without_answer", deaf, 0, "steps", since))
         evidence += damage(ctx, row)
-        severity: Severity = "critical" if depth > ctx.limit.clip_depth or ctx.unhealthy[row] else "warning"
+        severity: Severity = "critical" if grave.any() else "warning"
         return now.finding(
             "frozen-scale",
             severity,
@@ -193,12 +195,16 @@ class Delayed(Detector):
 
     def _clip_finding(self, ctx: Context, mask: Mask, *, notice: bool = False) -> Finding:
         now = ctx.now
-        rows = now.in_flow(mask)
+        with np.errstate(invalid="ignore"):
+            bad = now.sqnr_db < np.where(now.table.e5m2, ctx.limit.clip_sqnr_db - E5M2_DB, ctx.limit.clip_sqnr_db)
+            forward = bad | (now.clip_depth > CERTAIN_DEPTH)
+            backward = now.clip_depth > ctx.limit.clip_depth_grad_output
+        grave = mask & np.where(now.table.role == GRAD_OUTPUT, backward, forward)
+        rows = _gravest_first(now.in_flow(mask), grave)
         row = int(rows[0])
         depth = float(now.clip_depth[row])
         since = max(int(latch.since[row]) for latch in (self._clip, self._hurt, self._harmed))
         since = now.step if notice else since
-        sqnr = now.sqnr_db[row]
         evidence = [
             Evidence("clip_depth", round(depth, 3), "1 or less", "ratio", since),
             Evidence("amax_max", float(f"{now.column('amax_max')[row]:.4g}"), _usual_amax(ctx, row), "x", since),
@@ -206,15 +212,10 @@ class Delayed(Detector):
         ]
         if len(rows) > 1:
             evidence.append(Evidence("clipped_sites", len(rows), 0, "sites", since))
-        if now.table.role[row] == GRAD_OUTPUT:
-            grave = depth > ctx.limit.clip_depth_grad_output
-        else:
-            bad = bool(np.isfinite(sqnr) and sqnr < ctx.limit.clip_sqnr_db - (E5M2_DB if now.table.e5m2[row] else 0))
-            grave = bad or depth > CERTAIN_DEPTH
         facts = now.table.facts[row]
         return now.finding(
             "delayed-clip",
-            "info" if notice else "critical" if grave else "warning",
+            "info" if notice else "critical" if grave.any() else "warning",
             rows,
             evidence,
             "fp8",
@@ -224,6 +225,12 @@ class Delayed(Detector):
             began=since,
             swiglu=facts.operand == "input" and any(w in facts.module for w in ("down_proj", "fc2", "w2", "c_proj")),
         )
+
+
+def _gravest_first(rows: npt.NDArray[np.int64], grave: Mask) -> npt.NDArray[np.int64]:
+    """Rows in flow, the first that is grave before all others: what is named is what the severity is of."""
+    first = rows[grave[rows]][:1]
+    return np.concatenate([first, rows[~np.isin(rows, first)]])
 
 
 def _usual_amax(ctx: Context, row: int) -> float | None:

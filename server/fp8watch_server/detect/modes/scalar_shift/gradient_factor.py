@@ -7,6 +7,7 @@ Gradients that are accumulated twice, summed where they are to be averaged, or n
 size and clipping hides it, so the loss hardly moves. What tells the cause is where the factor appears: when the operands
 of the backward GEMMs are as they were and the norm of the weights' gradients is not, it came behind them. Where the loss moved
 in the same step the data did: gradients of tokens that agree add up to a larger norm, and their amax hardly shows it.
+Where weights have their first gradient in that step, or none any more, they were unfrozen or frozen: a norm of more of them is larger.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from fp8watch_server.detect.baseline import MAD_TO_SIGMA
 from fp8watch_server.detect.context import Context
 from fp8watch_server.detect.detector import Detector
 from fp8watch_server.detect.finding import LOSS_FLOW, Evidence, Finding, Verdict
+from fp8watch_server.detect.modes.scalar_shift.gradients_in_norm import GradientsInNorm
 
 NUM_LAST, NUM_BEFORE = 5, 24
 SIGMA = 5.0
@@ -41,14 +43,17 @@ class GradientFactor(Detector):
 
     modes = ("scalar-shift",)
     between_samples = True
+    parts = (GradientsInNorm,)
 
     def __init__(self, num_sites: int = 0) -> None:
         self._seen: list[tuple[float, float, float, float]] = []
         """log2 of norm, of the median gradient's amax and of elements; loss."""
         self._steps: list[int] = []
+        self._of = GradientsInNorm(num_sites)
 
     def grow(self, num_sites: int) -> None:
-        """Not by site."""
+        """More sites were registered."""
+        self._of.grow(num_sites)
 
     def frozen(self) -> None:
         """Nothing of the sites."""
@@ -67,6 +72,7 @@ class GradientFactor(Detector):
         if not ctx.clean:
             self._forget()
             return []
+        self._of.look(ctx.now)
         amax = ctx.now.log2_amax[ctx.gradients()]
         amax = amax[np.isfinite(amax)]
         elements = ctx.now.column("num_elements")[ctx.gradients()]
@@ -119,11 +125,16 @@ class GradientFactor(Detector):
         known = ctx.gradients() & ctx.health_known
         worse = np.count_nonzero(known & ctx.unhealthy)
         verdict: Verdict = "unknown" if not known.any() else "fp8" if 2 * worse > np.count_nonzero(known) else "shared"
-        behind = loss_moved is None and abs(entering) <= BEHIND * abs(level - usual)
+        changed, of = self._of.began(NUM_LAST) if level > usual else self._of.ceased(NUM_LAST)
+        if changed:
+            evidence.append(
+                Evidence("first_gradients" if level > usual else "no_gradients", changed, 0, f"of {of} weights", since)
+            )
+        behind = loss_moved is None and not changed and abs(entering) <= BEHIND * abs(level - usual)
         found = ctx.now.finding(
             "scalar-shift", "warning" if behind else "info", np.zeros(0, dtype=np.int64), evidence, verdict,
             name="grad_norm", why="factor", kind="factor", behind=behind,
-            with_loss=loss_moved is not None, factor=2.0 ** (level - usual), began=since,
+            with_loss=loss_moved is not None, changed=(changed, of) if changed else None, factor=2.0 ** (level - usual), began=since,
             not_before=since,
         )  # fmt: skip
         return Finding(**{**found.__dict__, "rank_in_flow": LOSS_FLOW})

@@ -74,6 +74,8 @@ def _factor_words(f: Finding) -> tuple[str, str]:
     stands = (
         f" The loss of step {loss.since_step} is {number(loss.value)}, {number(loss.baseline)} before." if loss else ""
     )
+    if f.extra.get("changed"):
+        return _of_other_weights(f, times, f"The gradient norm went from {values} at step {at} and stays", at)
     if f.extra.get("behind"):
         return (
             f"Gradient norm ×{times} since step {at}, and not by the backward pass",
@@ -92,6 +94,20 @@ def _factor_words(f: Finding) -> tuple[str, str]:
         f"Gradient norm ×{times} since step {at}, in the whole backward pass",
         f"The gradient norm went from {values} at step {at} and stays, and the gradients that enter the backward GEMMs moved by "
         f"{number(change.value)} octaves with it: the loss is multiplied or divided by another number, or the data changed.{stands}",
+    )
+
+
+def _of_other_weights(f: Finding, times: str, went: str, at: int | None) -> tuple[str, str]:
+    """Where the norm is of more weights, or of fewer, than it was."""
+    num, of = f.extra["changed"]
+    if f.extra.get("factor", 1.0) > 1:
+        return (
+            f"Gradient norm ×{times} since step {at}, with first gradients of {num} weights",
+            f"{went}; {num} of {of} weights had their first gradient then, as where parameters are unfrozen: the norm is of more of them.",
+        )
+    return (
+        f"Gradient norm ×{times} since step {at}, without gradients of {num} weights",
+        f"{went}; {num} of {of} weights have had no gradient since, as where parameters are frozen: the norm is of fewer of them.",
     )
 
 
@@ -122,6 +138,13 @@ def _fall_words(f: Finding) -> tuple[str, str]:
 def fixes(p: Place) -> list[Fix]:
     """What to change, most likely first."""
     kind = p.extra.get("kind")
+    if kind == "factor" and p.extra.get("changed"):
+        return [
+            Fix(
+                "code",
+                "If parameters are meant to be frozen or unfrozen there: nothing. A limit for clipping the norm is of another norm since.",
+            )
+        ]
     if kind == "factor":
         return [
             Fix("code", "Look at what multiplies gradients behind backward: accumulation that adds to a buffer twice, a sum over ranks, unscale_, zero_grad."),
