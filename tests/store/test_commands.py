@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sqlite3
 import subprocess
+import threading
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,7 @@ from support.database import KINDS, fresh_database
 from fp8watch_server.db import migrations
 from fp8watch_server.db import schema as t
 from fp8watch_server.db.dialect import make_engine, writing
-from fp8watch_server.store.backup import pg_dumps
+from fp8watch_server.store.backup import backup, pg_dumps
 from fp8watch_server.store.command import backup_main, check_main, migrate_main, prune_main
 
 
@@ -108,6 +110,32 @@ def test_a_backup_is_whole_while_batches_come(
         assert migrate_main(["--database-url", url]) == 0
         assert check_main(["--database-url", url]) == 0
         restored.engine.dispose()
+
+
+@pytest.mark.parametrize("database_kind", ["sqlite"])  # pg_dump has a snapshot of its own
+def test_a_backup_ends_though_others_commit_all_the_while(feed: Feed, tmp_path: Path) -> None:
+    feed.agent()
+    path = str(feed.engine.url.database)
+    with sqlite3.connect(path) as conn:
+        conn.execute("CREATE TABLE ballast (x BLOB)")
+        conn.executemany("INSERT INTO ballast VALUES (zeroblob(?))", [(1 << 20,)] * 64)
+    over = threading.Event()
+
+    def commits() -> None:
+        with closing(sqlite3.connect(path, timeout=30, isolation_level=None)) as conn:
+            while not over.wait(0.001):
+                conn.execute("UPDATE run SET last_seen_at = last_seen_at + 1")
+
+    others = threading.Thread(target=commits)
+    others.start()
+    copies = threading.Thread(target=backup, args=(f"sqlite:///{path}", tmp_path / "copy"), daemon=True)
+    copies.start()
+    copies.join(30)
+    over.set()  # with nobody else there every copy ends
+    others.join()
+    assert (tmp_path / "copy").exists()
+    with closing(sqlite3.connect(tmp_path / "copy")) as copy:
+        assert copy.execute("PRAGMA integrity_check").fetchone() == ("ok",)
 
 
 @pytest.mark.parametrize("kind", KINDS)
