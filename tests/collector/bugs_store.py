@@ -5,6 +5,7 @@ from __future__ import annotations
 from support.planted import Bug
 
 T = "tests/store"
+BYTES = f"{T}/test_retention.py::test_the_bytes_of_a_cell_are_those_that_are_there"
 
 KEPT = [
     Bug(
@@ -20,5 +21,19 @@ KEPT = [
         "        _impatient(url),",
         "        url,",
         "tests/collector/test_database_away.py::test_no_connection_waits_for_a_host_that_fell_silent",
+    ),
+    Bug(
+        "sheets that are written anew are counted once",
+        "store.rollup:roll_up",
+        "shown_rank=shown[1], num_bytes=num_bytes)",
+        "shown_rank=shown[1], num_bytes=cell.num_bytes + num_bytes)",
+        BYTES,
+    ),
+    Bug(
+        "what goes of a cell is counted no more",
+        "store.retention:_drop",
+        "num_bytes = max(0, num_bytes - size)",
+        "num_bytes = max(size, num_bytes)",
+        BYTES,
     ),
 ]

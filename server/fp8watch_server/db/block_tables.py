@@ -35,7 +35,9 @@ cell = sa.Table(  # 256 compacted steps of a run, and the state of their compact
     sa.Column("step_min", sa.BigInteger, nullable=False),
     sa.Column("step_max", sa.BigInteger, nullable=False),
     sa.Column("num_records", sa.BigInteger, nullable=False),  # of all ranks, as received
-    sa.Column("num_bytes", sa.BigInteger, nullable=False, server_default="0"),  # of its blocks
+    sa.Column(
+        "num_bytes", sa.BigInteger, nullable=False, server_default="0"
+    ),  # of its sheets; too many until its roll-up
     sa.Column("compacted_at", sa.Double, nullable=False),
     of_run(),
 )

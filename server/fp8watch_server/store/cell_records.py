@@ -6,7 +6,7 @@ Thread:     compactor; the detect worker reads
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -93,6 +93,17 @@ def _of_keys(c: Any, keys: Sequence[tuple[int, int]]) -> Any:
 def size_of(encoded: Sequence[dict[str, Any]]) -> int:
     """Bytes of sheets, without the database's overhead."""
     return sum(len(row["body"]) + len(row["histograms"]) for row in encoded)
+
+
+def bytes_of(conn: Connection, run_id: str, tenant: str, keys: Iterable[tuple[int, int]], step0: int) -> int:
+    """Bytes of the sheets of some sources of a cell that are in the database, as `size_of` counts them."""
+    x = t.sheet.c
+    size = sa.func.sum(sa.func.length(x.body) + sa.func.length(x.histograms))
+    num = 0
+    for attempt, rank in keys:
+        source = (x.run_id == run_id, x.tenant == tenant, x.attempt == attempt, x.rank == rank)
+        num += int(conn.execute(sa.select(size).where(*source, x.step0 == step0)).scalar() or 0)
+    return num
 
 
 def put_records(

@@ -15,7 +15,7 @@ from sqlalchemy.engine import Connection, Engine
 
 from fp8watch_server.db import schema as t
 from fp8watch_server.db.dialect import writing
-from fp8watch_server.store.cell_records import SITES_AT_ONCE
+from fp8watch_server.store.cell_records import SITES_AT_ONCE, bytes_of
 from fp8watch_server.store.compact import ROLLED, CellChanged, CrashPoint, no_crash, touch
 
 DAY_S = 86_400.0
@@ -157,7 +157,7 @@ def _detail_goes(cell: Any, policy: Policy, now: float) -> bool:
 
 def _drop(engine: Engine, cell: Any, kept: int, goes: Sequence[list[int]], crash: CrashPoint) -> None:
     """First mark in the cell what is left of it, so that nobody reads the rest; then delete, one source at a time."""
-    left = [list(source) for source in cell.sources]
+    left, num_bytes = [list(source) for source in cell.sources], cell.num_bytes
     try:
         with writing(engine) as conn:
             touch(conn, cell, kept=kept)
@@ -167,7 +167,9 @@ def _drop(engine: Engine, cell: Any, kept: int, goes: Sequence[list[int]], crash
         for attempt, rank in gone:
             left = [source for source in left if source != [attempt, rank]]
             with writing(engine) as conn:
-                touch(conn, _At(cell, revision), sources=left)
+                size = bytes_of(conn, cell.run_id, cell.tenant, [(attempt, rank)], cell.step0)
+                num_bytes = max(0, num_bytes - size)
+                touch(conn, _At(cell, revision), sources=left, num_bytes=num_bytes)
                 _delete_blocks(conn, cell, attempt, rank)
                 s = t.scalar.c
                 if rank > 0:  # rank 0's scalars stay, for SQL; those over ranks are in the cell's scalar_block

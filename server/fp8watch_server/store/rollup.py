@@ -20,7 +20,7 @@ from sqlalchemy.engine import Connection, Engine
 from fp8watch_server.db import schema as t
 from fp8watch_server.db.dialect import writing
 from fp8watch_server.store import blocks, sheets
-from fp8watch_server.store.cell_records import drop_records, put_records, read_records, size_of
+from fp8watch_server.store.cell_records import bytes_of, drop_records, put_records, read_records, size_of
 from fp8watch_server.store.compact import ROLLED, CellChanged, CrashPoint, cell_row, no_crash, put_summary, touch
 from fp8watch_server.store.rank_merge import RankMerge
 from fp8watch_server.store.reading import detail_keys, owners
@@ -53,6 +53,8 @@ def roll_up(engine: Engine, run_id: str, tenant: str, step0: int, now: float, *,
         if cell is None or cell.shown_rank is not None:
             return False
         keys = detail_keys(cell)
+        # counted anew: what compaction wrote again it has added again
+        num_bytes = bytes_of(conn, run_id, tenant, {*keys, *((a, r) for a, r in cell.sources)}, step0)
         sites = _sites(conn, cell)
         several = len({attempt for attempt, _ in keys}) > 1
         owner = owners(conn, run_id, tenant, step0, step0 + t.BLOCK_STEPS - 1) if several else None
@@ -61,7 +63,6 @@ def roll_up(engine: Engine, run_id: str, tenant: str, step0: int, now: float, *,
     arrays = engine.dialect.name == "postgresql"
     old = _has_blocks(engine, cell, keys)
     summaries: list[npt.NDArray[np.void]] = []
-    num_bytes = 0
     if merge:  # of two collectors at work the later goes on alone
         with writing(engine) as conn:
             touch(conn, cell)
@@ -88,7 +89,7 @@ def roll_up(engine: Engine, run_id: str, tenant: str, step0: int, now: float, *,
                 crash("rollup.part")
     summary = np.concatenate(summaries) if summaries else np.zeros(0, dtype=SUMMARY)
     with writing(engine) as conn:
-        touch(conn, cell, shown_attempt=shown[0], shown_rank=shown[1], num_bytes=cell.num_bytes + num_bytes)
+        touch(conn, cell, shown_attempt=shown[0], shown_rank=shown[1], num_bytes=num_bytes)
         put_summary(conn, run_id, tenant, step0, summary)
         put_scalar_block(conn, run_id, tenant, step0)
         crash("rollup.shown")
