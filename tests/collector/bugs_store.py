@@ -5,6 +5,7 @@ from __future__ import annotations
 from support.planted import Bug
 
 T = "tests/store"
+LATER = f"{T}/test_later_attempts.py"
 BYTES = f"{T}/test_retention.py::test_the_bytes_of_a_cell_are_those_that_are_there"
 
 KEPT = [
@@ -35,5 +36,33 @@ KEPT = [
         "num_bytes = max(0, num_bytes - size)",
         "num_bytes = max(size, num_bytes)",
         BYTES,
+    ),
+    Bug(
+        "a newer attempt replaces what is rolled up",
+        "store.compact:_way",
+        "if group.attempt <= past:",
+        "if past:",
+        f"{LATER}::test_steps_computed_again_after_a_day_replace_those_in_the_roll_up",
+    ),
+    Bug(
+        "hot steps of a newer attempt replace what is rolled up",
+        "store.reading:owners",
+        "max(attempt, owner.get((t.ROLLED_RANK, step), 0))",
+        "0",
+        f"{LATER}::test_steps_computed_again_after_a_day_replace_those_in_the_roll_up",
+    ),
+    Bug(
+        "the mean of a loss outlives the rows of its ranks",
+        "store.rollup:roll_up",
+        "put_scalar_block(conn, run_id, tenant, step0, past)",
+        "put_scalar_block(conn, run_id, tenant, step0)",
+        f"{LATER}::test_steps_computed_again_after_a_day_replace_those_in_the_roll_up",
+    ),
+    Bug(
+        "a rank whose detail stays is counted in its roll-up alone",
+        "store.reading:detail_keys",
+        "if attempt > past or (attempt, r) == (past, t.ROLLED_RANK)",
+        "if True",
+        f"{LATER}::test_the_detail_of_a_rank_that_an_incident_names_is_not_counted_twice",
     ),
 ]

@@ -28,7 +28,7 @@ cell = sa.Table(  # 256 compacted steps of a run, and the state of their compact
     *run_key(),
     sa.Column("step0", sa.BigInteger, primary_key=True, autoincrement=False),  # a multiple of BLOCK_STEPS
     sa.Column("revision", sa.BigInteger, nullable=False),  # +1 with every change: for ETags and optimistic locking
-    sa.Column("sources", Json, nullable=False),  # [[attempt, rank], …] that have detail blocks
+    sa.Column("sources", Json, nullable=False),  # [[attempt, rank], …] that have detail; and store.rolled_past
     sa.Column("shown_attempt", sa.Integer),  # the block key that holds all of the cell: of its roll-up, or of its only
     sa.Column("shown_rank", sa.Integer),  # source; NULL until the roll-up is made
     sa.Column("kept", sa.SmallInteger, nullable=False, server_default="2"),  # KEPT_…: what retention kept

@@ -17,6 +17,7 @@ from fp8watch_server.db import schema as t
 from fp8watch_server.db.dialect import writing
 from fp8watch_server.store.cell_records import SITES_AT_ONCE, bytes_of
 from fp8watch_server.store.compact import ROLLED, CellChanged, CrashPoint, no_crash, touch
+from fp8watch_server.store.rolled_past import mark_of
 
 DAY_S = 86_400.0
 KEEP_AROUND_INCIDENT_STEPS = 64
@@ -93,6 +94,7 @@ def prune(
                 continue
             keep = t.KEPT_SUMMARY if cell.step0 in old else t.KEPT_ROLLUP if _detail_goes(cell, own, now) else cell.kept
             goes = [s for s in cell.sources if keep == t.KEPT_SUMMARY or (keep == t.KEPT_ROLLUP and s[1] not in odd)]
+            goes = [s for s in goes if s != mark_of(cell.sources)]
             unfinished = keep < t.KEPT_DETAIL and (goes or (keep == t.KEPT_SUMMARY and cell.num_bytes > 0))
             if keep >= cell.kept and not unfinished:
                 continue
@@ -158,9 +160,11 @@ def _detail_goes(cell: Any, policy: Policy, now: float) -> bool:
 def _drop(engine: Engine, cell: Any, kept: int, goes: Sequence[list[int]], crash: CrashPoint) -> None:
     """First mark in the cell what is left of it, so that nobody reads the rest; then delete, one source at a time."""
     left, num_bytes = [list(source) for source in cell.sources], cell.num_bytes
+    mark = mark_of(left)
+    left += [mark] if mark is not None and mark not in left else []
     try:
         with writing(engine) as conn:
-            touch(conn, cell, kept=kept)
+            touch(conn, cell, kept=kept, sources=sorted(left))
             crash("prune.marked")
         revision = cell.revision + 1
         gone = [list(ROLLED), *goes] if kept == t.KEPT_SUMMARY else list(goes)

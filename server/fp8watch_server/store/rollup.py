@@ -25,6 +25,7 @@ from fp8watch_server.store.compact import ROLLED, CellChanged, CrashPoint, cell_
 from fp8watch_server.store.rank_merge import RankMerge
 from fp8watch_server.store.reading import detail_keys, owners
 from fp8watch_server.store.records import Parts, owned
+from fp8watch_server.store.rolled_past import newest_past
 from fp8watch_server.store.scalars import put_scalar_block
 from fp8watch_server.store.summary import SUMMARY, summarize
 
@@ -52,7 +53,7 @@ def roll_up(engine: Engine, run_id: str, tenant: str, step0: int, now: float, *,
         cell = cell_row(conn, run_id, tenant, step0)
         if cell is None or cell.shown_rank is not None:
             return False
-        keys = detail_keys(cell)
+        keys, past = detail_keys(cell), newest_past(conn, run_id, tenant, cell)
         # counted anew: what compaction wrote again it has added again
         num_bytes = bytes_of(conn, run_id, tenant, {*keys, *((a, r) for a, r in cell.sources)}, step0)
         sites = _sites(conn, cell)
@@ -91,7 +92,7 @@ def roll_up(engine: Engine, run_id: str, tenant: str, step0: int, now: float, *,
     with writing(engine) as conn:
         touch(conn, cell, shown_attempt=shown[0], shown_rank=shown[1], num_bytes=num_bytes)
         put_summary(conn, run_id, tenant, step0, summary)
-        put_scalar_block(conn, run_id, tenant, step0)
+        put_scalar_block(conn, run_id, tenant, step0, past)
         crash("rollup.shown")
     crash("rollup.committed")
     return True
