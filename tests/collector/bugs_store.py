@@ -65,4 +65,18 @@ KEPT = [
         "if True",
         f"{LATER}::test_the_detail_of_a_rank_that_an_incident_names_is_not_counted_twice",
     ),
+    Bug(
+        "of an incident that lasts no more maps are asked for",
+        "server/fp8watch_server/store/commit.py",
+        "_i.last_step <= _i.first_step + CAPTURED_SPAN_STEPS",
+        "_i.last_step >= _i.first_step",
+        f"{T}/test_lasting_incidents.py::test_maps_are_asked_for_in_its_first_steps",
+    ),
+    Bug(
+        "of an incident that lasts detail is kept around its ends",
+        "store.retention:_incidents",
+        "for end in (first, last)",
+        "for end in range(first, last + 1)",
+        f"{T}/test_lasting_incidents.py::test_maps_and_detail_are_kept_around_its_ends",
+    ),
 ]

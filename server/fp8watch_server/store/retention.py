@@ -129,7 +129,9 @@ def _incidents(conn: Connection, run: Any) -> tuple[list[tuple[int, int]], set[i
     rows = conn.execute(
         sa.select(i.first_step, i.last_step, i.place).where(i.run_id == run.run_id, i.tenant == run.tenant)
     ).all()
-    spans = [(a - KEEP_AROUND_INCIDENT_STEPS, b + KEEP_AROUND_INCIDENT_STEPS) for a, b, _ in rows]
+    # both ends: an incident that lasts would keep all of its run
+    ends = {end for first, last, _ in rows for end in (first, last)}
+    spans = [(end - KEEP_AROUND_INCIDENT_STEPS, end + KEEP_AROUND_INCIDENT_STEPS) for end in sorted(ends)]
     named = {rank for _, _, place in rows for rank in (place or {}).get("ranks") or []}
     return spans, {rank for rank in named if isinstance(rank, int)}
 

@@ -3,7 +3,7 @@
 Shapes:     TileMap of [Mt·Kt] tiles -> one row a map
 Thread:     ingest pool (write), query pool (read)
 
-Kept are the maps of a run's newest 256 steps, and those within 16 steps of an incident.
+Kept are the maps of a run's newest 256 steps, and those within 16 steps of the first and of the last step of an incident.
 """
 
 from __future__ import annotations
@@ -95,8 +95,12 @@ def prune(conn: Connection, run_id: str, *, tenant: str = t.DEFAULT_TENANT) -> i
         .where(
             i.run_id == m.run_id,
             i.tenant == m.tenant,
-            m.step >= i.first_step - KEEP_AROUND_INCIDENT_STEPS,
-            m.step <= i.last_step + KEEP_AROUND_INCIDENT_STEPS,
+            sa.or_(
+                *(
+                    m.step.between(end - KEEP_AROUND_INCIDENT_STEPS, end + KEEP_AROUND_INCIDENT_STEPS)
+                    for end in (i.first_step, i.last_step)
+                )
+            ),
         )
         .exists()
     )
