@@ -89,7 +89,7 @@ class DetectWorker:
         self._public_url = public_url
         self._clock = clock
         self._on_change = on_change
-        self._engines = RunEngines(db, detection, meanwhile=self._take_urgent_of_others)
+        self._engines = RunEngines(db, detection, meanwhile=self._take_urgent_of_others, put_away=self._put_away)
         self._planner = PlannerStatistics(db)
         self._urgent = PriorityLane()
         self._unheard = threading.Event()  # urgent batches may wait that nobody told of
@@ -285,6 +285,7 @@ class DetectWorker:
     def _save(self, conn: Connection, key: tuple[str, str], running: Running, judged: list[_Judged]) -> None:
         """Save the engine's state from time to time, in the transaction of the marks, so that both agree."""
         running.since_saved += len(judged)
+        running.arrival = judged[-1].row.arrival
         now = time.monotonic()
         if now - running.saved_at < running.save_took_s / SAVE_SHARE:
             return
@@ -292,6 +293,18 @@ class DetectWorker:
             engine_restore.save(conn, running.engine, *key, judged[-1].row.arrival, self._clock())
             running.since_saved, running.saved_at = 0, now
             running.save_took_s = time.monotonic() - now
+
+    def _put_away(self, key: tuple[str, str], running: Running) -> None:
+        """Save an engine that leaves memory, as far as it has seen batches since it was saved."""
+        if not running.since_saved:
+            return
+        try:
+            with writing(self._db) as conn:
+                lease_transaction(conn)
+                engine_restore.save(conn, running.engine, *key, running.arrival, self._clock())
+        except DBAPIError as e:
+            if not lost_its_run(e):
+                raise
 
     def _mark_failed(self, row: Any, e: Exception) -> bool:
         """Count a batch that broke detectors or incidents, and mark it as failed."""
