@@ -66,6 +66,27 @@ KEPT = [
         f"{LATER}::test_the_detail_of_a_rank_that_an_incident_names_is_not_counted_twice",
     ),
     Bug(
+        "a run may keep everything",
+        "store.retention:_policy_of",
+        "name: value or None for name",
+        "name: value for name",
+        f"{T}/test_commands.py::test_a_run_that_is_to_keep_everything_does",
+    ),
+    Bug(
+        "a limit of the command line counts for a run with its own",
+        "store.retention:_policy_of",
+        "and name not in given",
+        "",
+        f"{T}/test_commands.py::test_a_run_that_is_to_keep_everything_does",
+    ),
+    Bug(
+        "an engine that leaves memory is saved",
+        "pipeline.run_engines:RunEngines.of",
+        "self._put_away(*self._running.popitem(last=False))",
+        "self._running.popitem(last=False)",
+        "tests/collector/test_many_runs.py::test_an_engine_that_leaves_memory_is_saved",
+    ),
+    Bug(
         "of an incident that lasts no more maps are asked for",
         "server/fp8watch_server/store/commit.py",
         "_i.last_step <= _i.first_step + CAPTURED_SPAN_STEPS",

@@ -19,6 +19,7 @@ from fp8watch_server.db import schema as t
 from fp8watch_server.db.dialect import make_engine, writing
 from fp8watch_server.store.backup import backup, pg_dumps
 from fp8watch_server.store.command import backup_main, check_main, migrate_main, prune_main
+from fp8watch_server.store.retention import Policy, prune
 
 
 @pytest.fixture(autouse=True)
@@ -80,6 +81,28 @@ def test_prune_says_what_goes_and_lets_it_go(feed: Feed, capsys: pytest.CaptureF
     assert [feed.count(table) for table in (t.run, t.session, t.sheet, t.block, t.cell, t.scalar)] == [0] * 6
     assert prune_main(["--keep-steps", "-1"]) == 2
     assert "0 or more" in capsys.readouterr().err
+
+
+def test_a_run_that_is_to_keep_everything_does(feed: Feed, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FP8WATCH_KEEP_DAYS", "900")
+    fill(feed, 700, ranks=1)
+    feed.compact(everything=True)
+    assert prune_main(["--run", "run-1", "--keep-steps", "0", "--remember"]) == 0
+    with feed.engine.connect() as conn:
+        row = conn.execute(sa.select(t.retention.c.keep_steps, t.retention.c.keep_days)).one()
+    assert tuple(row) == (0, None)  # of the environment nothing is remembered
+    prune(feed.engine, Policy(keep_steps=100), feed.now + 10)
+    assert feed.count(t.sheet) == 3
+    assert prune_main(["--run", "run-1", "--keep-steps", "300"]) == 0  # what is said now counts now
+    assert feed.count(t.sheet) == 2
+
+
+def test_remember_says_what_it_cannot_keep(feed: Feed, capsys: pytest.CaptureFixture[str]) -> None:
+    fill(feed, 10, ranks=1)
+    for more in ([], ["--detail-hours", "3"], ["--keep-steps", "5", "--detail-hours", "3"]):
+        assert prune_main(["--run", "run-1", "--remember", *more]) == 2
+        assert "--keep-steps" in capsys.readouterr().err
+    assert feed.count(t.retention) == 0
 
 
 def test_a_backup_is_whole_while_batches_come(

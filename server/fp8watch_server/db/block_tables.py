@@ -137,7 +137,7 @@ logged = sa.Table(  # values of watch.log besides the four scalars
     of_run(),
 )
 
-retention = sa.Table(  # retention of one run; NULL: the collector's settings
+retention = sa.Table(  # retention of one run; NULL: the collector's settings, 0: no limit
     "retention",
     metadata,
     *run_key(),

@@ -6,7 +6,7 @@ Thread:     compactor, `fp8watch prune`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -74,8 +74,13 @@ def prune(
     crash: CrashPoint = no_crash,
     stop: Callable[[], bool] = lambda: False,
     dry_run: bool = False,
+    given: Collection[str] = (),
 ) -> Pruned:
-    """Apply the policy to one run or to all. Idempotent and resumable."""
+    """Apply the policy to one run or to all. Idempotent and resumable.
+
+    Args:
+        given: limits of `policy` that hold for runs with limits of their own, too.
+    """
     done = Pruned()
     with engine.connect() as conn:
         r = t.run.c
@@ -83,7 +88,7 @@ def prune(
         runs = conn.execute(query if run_id is None else query.where(r.run_id == run_id)).all()
     for run in runs:
         with engine.connect() as conn:
-            own = _policy_of(conn, run, policy)
+            own = _policy_of(conn, run, policy, given)
             cells = _cells(conn, run)
             spans, odd = _incidents(conn, run)
         old = _too_old(cells, own, run.last_step, now)
@@ -106,14 +111,16 @@ def prune(
     return done
 
 
-def _policy_of(conn: Connection, run: Any, policy: Policy) -> Policy:
+def _policy_of(conn: Connection, run: Any, policy: Policy, given: Collection[str]) -> Policy:
+    """A run's own limits, where it has some, before those of `policy`; 0 of its own: no limit."""
     c = t.retention.c
     own = conn.execute(
         sa.select(c.keep_days, c.keep_steps, c.keep_bytes).where(c.run_id == run.run_id, c.tenant == run.tenant)
     ).first()
     if own is None:
         return policy
-    return replace(policy, **{name: value for name, value in own._mapping.items() if value is not None})
+    of_run = {name: value or None for name, value in own._mapping.items() if value is not None and name not in given}
+    return replace(policy, **of_run)
 
 
 def _cells(conn: Connection, run: Any) -> Sequence[Any]:
