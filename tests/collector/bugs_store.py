@@ -66,6 +66,20 @@ KEPT = [
         f"{LATER}::test_the_detail_of_a_rank_that_an_incident_names_is_not_counted_twice",
     ),
     Bug(
+        "logged values go with the detail of their rank",
+        "store.retention:_delete_steps",
+        "((t.scalar, ()), (t.logged, (t.logged.c.rank > first,)))",
+        "((t.scalar, ()),)",
+        f"{T}/test_logged_kept.py::test_of_each_name_the_first_rank_that_logged_it_stays",
+    ),
+    Bug(
+        "of each logged name a rank stays",
+        "store.retention:_delete_steps",
+        "(t.logged.c.rank > first,)",
+        "()",
+        f"{T}/test_logged_kept.py::test_of_each_name_the_first_rank_that_logged_it_stays",
+    ),
+    Bug(
         "a run may keep everything",
         "store.retention:_policy_of",
         "name: value or None for name",

@@ -136,6 +136,9 @@ logged = sa.Table(  # values of watch.log besides the four scalars
     sa.Column("value_class", sa.SmallInteger),
     of_run(),
 )
+sa.Index(  # steps of one source whatever the name: a run has millions of rows, and these are a few hundred
+    "ix_logged_source", *(logged.c[name] for name in ("run_id", "tenant", "attempt", "rank", "step"))
+)
 
 retention = sa.Table(  # retention of one run; NULL: the collector's settings, 0: no limit
     "retention",

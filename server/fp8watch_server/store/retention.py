@@ -184,11 +184,8 @@ def _drop(engine: Engine, cell: Any, kept: int, goes: Sequence[list[int]], crash
                 num_bytes = max(0, num_bytes - size)
                 touch(conn, _At(cell, revision), sources=left, num_bytes=num_bytes)
                 _delete_blocks(conn, cell, attempt, rank)
-                s = t.scalar.c
-                if rank > 0:  # rank 0's scalars stay, for SQL; those over ranks are in the cell's scalar_block
-                    steps = (s.step >= cell.step0, s.step < cell.step0 + t.BLOCK_STEPS)
-                    of_rank = (s.run_id == cell.run_id, s.tenant == cell.tenant, s.attempt == attempt, s.rank == rank)
-                    conn.execute(sa.delete(t.scalar).where(*of_rank, *steps))
+                if rank > 0:
+                    _delete_steps(conn, cell, attempt, rank)
                 crash("prune.source")
             revision += 1
         if kept == t.KEPT_SUMMARY:
@@ -197,6 +194,18 @@ def _drop(engine: Engine, cell: Any, kept: int, goes: Sequence[list[int]], crash
     except CellChanged:  # a late batch: next round
         return
     crash("prune.done")
+
+
+def _delete_steps(conn: Connection, cell: Any, attempt: int, rank: int) -> None:
+    """Rank 0's scalars stay, for SQL; those over ranks are in the cell's scalar_block. Of each logged name its first rank stays."""
+    lower = t.logged.alias("lower")
+    of_name = (lower.c[column] == t.logged.c[column] for column in ("run_id", "tenant", "name", "attempt"))
+    first = sa.select(sa.func.min(lower.c.rank)).where(*of_name).scalar_subquery()
+    for table, more in ((t.scalar, ()), (t.logged, (t.logged.c.rank > first,))):
+        c = table.c
+        source = (c.run_id == cell.run_id, c.tenant == cell.tenant, c.attempt == attempt, c.rank == rank)
+        steps = (c.step >= cell.step0, c.step < cell.step0 + t.BLOCK_STEPS)
+        conn.execute(sa.delete(table).where(*source, *steps, *more))
 
 
 class _At:
