@@ -47,7 +47,9 @@ from fp8watch_server.store.summary import pack_summary, summarize
 CLOSE_AFTER_STEPS = 32
 """Steps past the end of a cell before it is compacted: batches of other ranks may be on their way."""
 COOL_AFTER_S = 600.0
-"""Age at which a batch is compacted, however few its steps are."""
+"""Age at which a batch is compacted, however few its steps are, once its attempt is idle or has waited for long."""
+WAITS_TIMES = 6
+"""Times that age: of a run of slow steps what waits is compacted together, not batch by batch as each comes of age."""
 MAX_BATCHES = 4096
 ROLLED = (t.ROLLED_ATTEMPT, t.ROLLED_RANK)
 
@@ -86,18 +88,17 @@ def groups_of(
     b = t.hot_batch.c
     of_run = (b.run_id == run_id, b.tenant == tenant)
     names = ("run_id", "tenant", "session", "rank", "seq", "attempt", "arrival", "received_at")
-    newest = {
-        attempt: int(last)
-        for attempt, last in conn.execute(
-            sa.select(b.attempt, sa.func.max(b.step_max)).where(*of_run, b.step_max.is_not(None)).group_by(b.attempt)
-        )
-    }
-    if not newest:
+    times = (sa.func.min(b.received_at), sa.func.max(b.received_at))
+    span = sa.select(b.attempt, sa.func.max(b.step_max), *times)
+    attempts = conn.execute(span.where(*of_run, b.step_max.is_not(None)).group_by(b.attempt)).all()
+    if not attempts:
         return []
-    ends = {a: blocks.cell_of(max(0, last + 1 - CLOSE_AFTER_STEPS)) for a, last in newest.items()}
-    ripe = sa.or_(
-        b.received_at <= now - cool_after_s, *(sa.and_(b.attempt == a, b.step_min < end) for a, end in ends.items())
-    )
+    ripe = sa.or_(sa.false())
+    for attempt, last, oldest, newest in attempts:
+        end = blocks.cell_of(max(0, last + 1 - CLOSE_AFTER_STEPS))
+        ripe |= (b.attempt == attempt) & (b.step_min < end)
+        if newest <= now - cool_after_s or oldest <= now - cool_after_s * WAITS_TIMES:
+            ripe |= (b.attempt == attempt) & (b.received_at <= now - cool_after_s)
     rows = conn.execute(
         sa.select(*(b[n] for n in names), b.step_min, b.step_max, b.body_sha256)
         .where(*of_run, b.detected != t.BATCH_PENDING, b.step_min.is_not(None), ripe)
