@@ -66,6 +66,20 @@ KEPT = [
         f"{LATER}::test_the_detail_of_a_rank_that_an_incident_names_is_not_counted_twice",
     ),
     Bug(
+        "steps that come slowly are compacted together",
+        "store.compact:groups_of",
+        "if newest <= now - cool_after_s or oldest <= now - cool_after_s * WAITS_TIMES:",
+        "if True:",
+        f"{T}/test_compaction.py::test_steps_that_come_slowly_are_compacted_together",
+    ),
+    Bug(
+        "tile maps do not wait for the row of their run",
+        "store.tile_maps:commit_tile_maps",
+        "heard.with_for_update(key_share=True, skip_locked=True)",
+        "heard.with_for_update(key_share=True)",
+        f"{T}/test_maps_beside_batches.py::test_neither_waits_for_the_other_in_turn",
+    ),
+    Bug(
         "logged values go with the detail of their rank",
         "store.retention:_delete_steps",
         "((t.scalar, ()), (t.logged, (t.logged.c.rank > first,)))",

@@ -74,9 +74,12 @@ def commit_tile_maps(
     conn.execute(
         sa.insert(t.tile_map_batch), [{**key, "body_sha256": sha256, "step_max": step_max, "received_at": now}]
     )
-    r = t.run.c  # notifies open pages, which watch the run's row
-    heard = (r.run_id == maps.run, r.tenant == tenant, r.last_seen_at < now)
-    conn.execute(sa.update(t.run).where(*heard).values(last_seen_at=now))
+    # notifies open pages, which watch the run's row. Batches lock it before their session: whoever has it writes it, too
+    r = t.run.c
+    heard = sa.select(r.run_id).where(r.run_id == maps.run, r.tenant == tenant, r.last_seen_at < now)
+    free = conn.execute(heard.with_for_update(key_share=True, skip_locked=True)).first()
+    if free is not None:
+        conn.execute(sa.update(t.run).where(r.run_id == maps.run, r.tenant == tenant).values(last_seen_at=now))
     return True
 
 
