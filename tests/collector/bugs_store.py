@@ -122,6 +122,20 @@ KEPT = [
         f"{T}/test_lasting_incidents.py::test_maps_are_asked_for_in_its_first_steps",
     ),
     Bug(
+        "an attempt that is over asks for no maps",
+        "server/fp8watch_server/store/commit.py",
+        "_i.attempt\n        >= sa.select",
+        "_i.attempt\n        <= sa.select",
+        f"{T}/test_lasting_incidents.py::test_no_maps_are_asked_for_because_of_an_attempt_that_is_over",
+    ),
+    Bug(
+        "an agent sends no maps of steps that are far ahead",
+        "recorder:Recorder.wanted_captures",
+        "if first - 1 <= last_step <= last",
+        "if last_step <= last",
+        "tests/agent/test_delivery.py::test_capture_requests_are_read_from_the_acknowledgement",
+    ),
+    Bug(
         "of an incident that lasts detail is kept around its ends",
         "store.retention:_incidents",
         "for end in (first, last)",

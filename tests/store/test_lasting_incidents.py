@@ -29,6 +29,14 @@ def test_maps_are_asked_for_in_its_first_steps(feed: Feed) -> None:
         assert got == ([] if wanted is None else [{"site": UP.id, "steps": wanted}])
 
 
+def test_no_maps_are_asked_for_because_of_an_attempt_that_is_over(feed: Feed) -> None:
+    feed.agent()
+    lasts(feed, 100, 100)
+    feed.agent(attempt=2)
+    with feed.engine.connect() as conn:
+        assert commit.captures_wanted(conn, "run-1") == []
+
+
 def test_maps_and_detail_are_kept_around_its_ends(feed: Feed) -> None:
     agent = feed.agent()
     fill(feed, 1400, per_batch=200)

@@ -343,6 +343,10 @@ _OPEN_INCIDENTS = (
     sa.select(_i.sites, _i.last_step)
     .where(_i.run_id == sa.bindparam("run"), _i.tenant == sa.bindparam("of_tenant"), _i.status != "resolved")
     .where(_i.last_step <= _i.first_step + CAPTURED_SPAN_STEPS)
+    .where(  # of the newest attempt: one that begins behind the failure of another would send maps until it is past it
+        _i.attempt
+        >= sa.select(t.run.c.attempt).where(t.run.c.run_id == _i.run_id, t.run.c.tenant == _i.tenant).scalar_subquery()
+    )
     .order_by(_i.updated_at.desc())
     .limit(16)
 )
