@@ -108,6 +108,13 @@ KEPT = [
         f"{T}/test_commands.py::test_a_run_that_is_to_keep_everything_does",
     ),
     Bug(
+        "a run that fell silent is judged while others send",
+        "pipeline.detect_worker:DetectWorker._work",
+        "if not taken or time.monotonic() - self._ticked_at >= IDLE_S:",
+        "if not taken:",
+        "tests/collector/test_many_runs.py::test_a_run_that_fell_silent_is_judged_though_others_send",
+    ),
+    Bug(
         "an engine that leaves memory is saved",
         "pipeline.run_engines:RunEngines.of",
         "self._put_away(*self._running.popitem(last=False))",

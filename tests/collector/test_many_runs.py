@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections import Counter
 from typing import Any, ClassVar
 
@@ -26,6 +27,22 @@ class Saved(FakeEngine):
 
     def dump(self) -> bytes:
         return json.dumps(self.seen).encode()
+
+
+def test_a_run_that_fell_silent_is_judged_though_others_send(client: Any, app: Any) -> None:
+    recorder = Recorder()
+    worker = DetectWorker(app.state.engine, recorder.detection())
+    silent, other = (Agent(client, run=f"run-{i}", session=f"{i:032x}").register([UP]) for i in range(2))
+    silent.send([UP], [1])
+    worker._work()
+    ticked: list[float] = []
+    recorder.engines[0].tick = lambda now: ticked.append(now) or []  # type: ignore[method-assign]
+    until = time.monotonic() + 60
+    step = 0
+    while not ticked:
+        assert time.monotonic() < until
+        other.send([UP], [step := step + 1])
+        worker._work()
 
 
 def test_an_engine_that_leaves_memory_is_saved(client: Any, app: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,6 +98,7 @@ class DetectWorker:
             "fp8watch-detect", "detection", Leader(db, "detect"), self._work, log, forget=self._forget
         )
         self._fenced: dict[tuple[str, str], float] = {}
+        self._ticked_at = -IDLE_S
         self.num_failed_batches = 0
 
     def start(self) -> None:
@@ -128,9 +129,10 @@ class DetectWorker:
         taken = self.drain()
         if taken >= BATCHES_AT_ONCE:
             return Pause(0.0, wakes=False)
+        if not taken or time.monotonic() - self._ticked_at >= IDLE_S:
+            self.tick(but=self._taken_to)
         if taken:
             return Pause(min(MAX_PACE_S, max(PACE_S, REST_SHARE * (time.monotonic() - began))), wakes=False)
-        self.tick()
         return Pause(IDLE_S)
 
     def _forget(self) -> None:
@@ -188,9 +190,12 @@ class DetectWorker:
                 num += self._take(list(rows))
         return num
 
-    def tick(self) -> None:
-        """Nothing pending: advance the engines' clocks."""
+    def tick(self, but: Collection[Run] = ()) -> None:
+        """Advance the clocks of all engines, but of the runs whose batches have just come."""
+        self._ticked_at = time.monotonic()
         for key, running in self._engines.items():
+            if key in but:
+                continue
             findings = running.engine.tick(self._clock())
             if not findings:
                 continue
