@@ -217,8 +217,9 @@ class Recorder:
             self._sender.hurry()
 
     def wanted_captures(self) -> frozenset[int]:
-        """Ids of the sites whose full tile maps the collector currently asks for."""
-        return frozenset(site for site, last in self._sender.captures.items() if last >= self._last_step)
+        """Ids of the sites whose full tile maps the collector asks for in the step that comes, or has asked for of the last."""
+        wanted, last_step = self._sender.captures.items(), self._last_step
+        return frozenset(site for site, (first, last) in wanted if first - 1 <= last_step <= last)
 
     def set_gauge(self, name: str, value: float) -> None:
         """Set a number about the agent itself, such as `overhead_ratio`; sent in the header of each batch."""

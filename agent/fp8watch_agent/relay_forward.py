@@ -346,7 +346,7 @@ class Forwarder:
         if receipt.verdict is not ResponseMeaning.ACKNOWLEDGED:
             return receipt.verdict, receipt.answer
         if receipt.captures is not None:
-            self._sessions.wanted(entry.session, [Capture(site, (0, last)) for site, last in receipt.captures.items()])
+            self._sessions.wanted(entry.session, [Capture(site, steps) for site, steps in receipt.captures.items()])
         for refused, reason in receipt.refused_bodies:
             self._keep(entry, refused, reason)
         self._count(delivered=not receipt.refused_bodies)

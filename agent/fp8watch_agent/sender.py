@@ -78,7 +78,7 @@ class Sender:
         self.state = "local" if uploader is None else "starting"
         self.last_error = ""
         self.num_batches = self.num_retries = self.num_bytes = 0
-        self.captures: dict[int, int] = {}
+        self.captures: dict[int, tuple[int, int]] = {}
         self.deadline: float | None = None  # set by close: finish by then
         self.abandoned = False  # close has taken over: outcomes are ignored
         self.flushing = False

@@ -38,7 +38,7 @@ class Receipt:
     acknowledged: int = 0
     refused: dict[str, int] = field(default_factory=dict)  # by reason
     refused_bodies: list[tuple[Parcel, str]] = field(default_factory=list)
-    captures: dict[int, int] | None = None  # site -> last step with wanted tile maps; None: no answer about it
+    captures: dict[int, tuple[int, int]] | None = None  # site -> steps of wanted tile maps; None: no answer about it
     num_bytes: int = 0
     num_rekeyed: int = 0  # bodies that went under another key, because somebody else's had theirs
 
@@ -200,5 +200,5 @@ class Uploader:
         return whole
 
 
-def _captures(ack: Ack) -> dict[int, int] | None:
-    return None if ack.captures is None else {c.site: c.steps[1] for c in ack.captures}
+def _captures(ack: Ack) -> dict[int, tuple[int, int]] | None:
+    return None if ack.captures is None else {c.site: c.steps for c in ack.captures}

@@ -11,6 +11,7 @@ from collector.bugs_rounding import ROUNDING
 from collector.bugs_runs import RUNS
 from collector.bugs_scale import SCALE
 from collector.bugs_security import DEFENCES
+from collector.bugs_store import KEPT
 from support.planted import Bug
 
 S = "server/fp8watch_server"
@@ -335,4 +336,4 @@ STORE = [
     ),
 ]
 
-BUGS = [*INGEST, *DEFENCES, *RELAY, *SCALE, *EDGE, *RUNS, *QUOTAS, *STORE, *ROUNDING, *EXPORT, *INCIDENTS]
+BUGS = [*INGEST, *DEFENCES, *RELAY, *SCALE, *EDGE, *RUNS, *QUOTAS, *STORE, *ROUNDING, *EXPORT, *INCIDENTS, *KEPT]

@@ -20,7 +20,9 @@ from support.database import fast_folder
 
 from fp8watch_server.db import migrations
 from fp8watch_server.db import schema as t
+from fp8watch_server.db.bell import Bell
 from fp8watch_server.db.dialect import make_engine
+from fp8watch_server.db.leader import Leader
 from fp8watch_server.db.shards import Shards
 from fp8watch_server.http import db_timeout
 
@@ -129,6 +131,19 @@ def test_no_connection_left_is_a_503_and_heals(client: Any, app: Any) -> None:
             conn.close()
     agent.patient = True
     assert agent.post(agent.body([SITE], [1], seq=1)).status_code == 200
+
+
+def test_no_connection_waits_for_a_host_that_fell_silent() -> None:
+    """A kernel answers for whoever listens on this host, so only what it is told can be seen here."""
+    engine = make_engine("postgresql://fp8@db:5432/home?connect_timeout=9")
+    kinds = (engine, Leader(engine, "detect")._own, Bell(engine, print)._own)
+    assert all(kind is not None for kind in kinds)
+    for kind in kinds:
+        told = kind.dialect.create_connect_args(kind.url)[1]
+        assert int(told["tcp_user_timeout"]) <= 5000
+        assert int(told["keepalives_idle"]) + int(told["keepalives_interval"]) * int(told["keepalives_count"]) <= 10
+        assert told["connect_timeout"] == "9"
+    assert int(make_engine("postgresql://fp8@db/home").url.query["connect_timeout"]) <= 5
 
 
 def test_a_person_is_shown_a_page_that_looks_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sqlite3
 import subprocess
+import threading
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -15,8 +17,9 @@ from support.database import KINDS, fresh_database
 from fp8watch_server.db import migrations
 from fp8watch_server.db import schema as t
 from fp8watch_server.db.dialect import make_engine, writing
-from fp8watch_server.store.backup import pg_dumps
+from fp8watch_server.store.backup import backup, pg_dumps
 from fp8watch_server.store.command import backup_main, check_main, migrate_main, prune_main
+from fp8watch_server.store.retention import Policy, prune
 
 
 @pytest.fixture(autouse=True)
@@ -80,6 +83,28 @@ def test_prune_says_what_goes_and_lets_it_go(feed: Feed, capsys: pytest.CaptureF
     assert "0 or more" in capsys.readouterr().err
 
 
+def test_a_run_that_is_to_keep_everything_does(feed: Feed, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FP8WATCH_KEEP_DAYS", "900")
+    fill(feed, 700, ranks=1)
+    feed.compact(everything=True)
+    assert prune_main(["--run", "run-1", "--keep-steps", "0", "--remember"]) == 0
+    with feed.engine.connect() as conn:
+        row = conn.execute(sa.select(t.retention.c.keep_steps, t.retention.c.keep_days)).one()
+    assert tuple(row) == (0, None)  # of the environment nothing is remembered
+    prune(feed.engine, Policy(keep_steps=100), feed.now + 10)
+    assert feed.count(t.sheet) == 3
+    assert prune_main(["--run", "run-1", "--keep-steps", "300"]) == 0  # what is said now counts now
+    assert feed.count(t.sheet) == 2
+
+
+def test_remember_says_what_it_cannot_keep(feed: Feed, capsys: pytest.CaptureFixture[str]) -> None:
+    fill(feed, 10, ranks=1)
+    for more in ([], ["--detail-hours", "3"], ["--keep-steps", "5", "--detail-hours", "3"]):
+        assert prune_main(["--run", "run-1", "--remember", *more]) == 2
+        assert "--keep-steps" in capsys.readouterr().err
+    assert feed.count(t.retention) == 0
+
+
 def test_a_backup_is_whole_while_batches_come(
     feed: Feed, database_url: str, database_kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -108,6 +133,32 @@ def test_a_backup_is_whole_while_batches_come(
         assert migrate_main(["--database-url", url]) == 0
         assert check_main(["--database-url", url]) == 0
         restored.engine.dispose()
+
+
+@pytest.mark.parametrize("database_kind", ["sqlite"])  # pg_dump has a snapshot of its own
+def test_a_backup_ends_though_others_commit_all_the_while(feed: Feed, tmp_path: Path) -> None:
+    feed.agent()
+    path = str(feed.engine.url.database)
+    with sqlite3.connect(path) as conn:
+        conn.execute("CREATE TABLE ballast (x BLOB)")
+        conn.executemany("INSERT INTO ballast VALUES (zeroblob(?))", [(1 << 20,)] * 64)
+    over = threading.Event()
+
+    def commits() -> None:
+        with closing(sqlite3.connect(path, timeout=30, isolation_level=None)) as conn:
+            while not over.wait(0.001):
+                conn.execute("UPDATE run SET last_seen_at = last_seen_at + 1")
+
+    others = threading.Thread(target=commits)
+    others.start()
+    copies = threading.Thread(target=backup, args=(f"sqlite:///{path}", tmp_path / "copy"), daemon=True)
+    copies.start()
+    copies.join(30)
+    over.set()  # with nobody else there every copy ends
+    others.join()
+    assert (tmp_path / "copy").exists()
+    with closing(sqlite3.connect(tmp_path / "copy")) as copy:
+        assert copy.execute("PRAGMA integrity_check").fetchone() == ("ok",)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -87,6 +87,19 @@ def test_compacting_again_changes_nothing(feed: Feed) -> None:
         assert conn.execute(sa.select(t.cell)).all() == rows
 
 
+def test_steps_that_come_slowly_are_compacted_together(feed: Feed) -> None:
+    agent, began = feed.agent(), feed.now
+    compactor, num = Compactor(feed.engine, clock=lambda: feed.now), 0
+    for step in range(200):  # 40 s a step
+        feed.now = began + 40.0 * step
+        feed.send(agent, [step], [UP])
+        num += compactor.round().num_groups
+    assert 0 < num <= 4
+    feed.now += 700.0  # idle
+    assert compactor.round().num_groups
+    assert feed.count(t.hot_batch) == 0
+
+
 def test_what_the_detectors_have_not_seen_stays(feed: Feed) -> None:
     agent = feed.agent()
     feed.commit(agent.body(SITES, [1, 2]), detected=False)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import sqlalchemy as sa
 from collector.filled_run import an_incident
 from store.filled_store import fill
-from store.kit import SITES, UP, Feed
+from store.kit import SITES, UP, Feed, made_up
 
 from fp8watch_server.db import schema as t
 from fp8watch_server.db.dialect import writing
@@ -84,6 +85,29 @@ def test_each_limit_of_a_policy_drops_the_oldest_to_their_summary(feed: Feed) ->
         assert queries.heatmap(conn, "run-1", "num_nonfinite", points=20) == heat  # columns of 64 steps: of summaries
         assert queries.series(conn, "run-1", UP.id, "amax_max", points=1000)["steps"] == list(range(512, 700))
         assert len(queries.scalars(conn, "run-1", "loss", points=1000)["steps"]) == 700
+
+
+def test_the_bytes_of_a_cell_are_those_that_are_there(feed: Feed) -> None:
+    """Compacted step by step, on a rank that comes late, and after its detail has gone."""
+
+    def counted() -> tuple[int, int]:
+        x = t.sheet.c
+        with feed.engine.connect() as conn:
+            there = conn.execute(sa.select(sa.func.sum(sa.func.length(x.body) + sa.func.length(x.histograms)))).scalar()
+            return int(conn.execute(sa.select(sa.func.sum(t.cell.c.num_bytes))).scalar_one()), int(there or 0)
+
+    rng = np.random.default_rng(5)
+    for rank in (0, 1, 2):
+        agent = feed.agent(rank=rank)
+        for step in range(0, 30, 3):
+            feed.send(agent, [step, step + 1, step + 2], fields=made_up(rng, 3, 3))
+            feed.compact(everything=True)
+            said, there = counted()
+            assert said == there > 0
+    prune(feed.engine, Policy(), feed.now + DAY)
+    left, there = counted()
+    assert left == there
+    assert 0 < left < said
 
 
 def test_a_run_may_keep_more_or_less_than_the_others(feed: Feed) -> None:

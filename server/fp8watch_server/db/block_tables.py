@@ -28,14 +28,16 @@ cell = sa.Table(  # 256 compacted steps of a run, and the state of their compact
     *run_key(),
     sa.Column("step0", sa.BigInteger, primary_key=True, autoincrement=False),  # a multiple of BLOCK_STEPS
     sa.Column("revision", sa.BigInteger, nullable=False),  # +1 with every change: for ETags and optimistic locking
-    sa.Column("sources", Json, nullable=False),  # [[attempt, rank], …] that have detail blocks
+    sa.Column("sources", Json, nullable=False),  # [[attempt, rank], …] that have detail; and store.rolled_past
     sa.Column("shown_attempt", sa.Integer),  # the block key that holds all of the cell: of its roll-up, or of its only
     sa.Column("shown_rank", sa.Integer),  # source; NULL until the roll-up is made
     sa.Column("kept", sa.SmallInteger, nullable=False, server_default="2"),  # KEPT_…: what retention kept
     sa.Column("step_min", sa.BigInteger, nullable=False),
     sa.Column("step_max", sa.BigInteger, nullable=False),
     sa.Column("num_records", sa.BigInteger, nullable=False),  # of all ranks, as received
-    sa.Column("num_bytes", sa.BigInteger, nullable=False, server_default="0"),  # of its blocks
+    sa.Column(
+        "num_bytes", sa.BigInteger, nullable=False, server_default="0"
+    ),  # of its sheets; too many until its roll-up
     sa.Column("compacted_at", sa.Double, nullable=False),
     of_run(),
 )
@@ -134,8 +136,11 @@ logged = sa.Table(  # values of watch.log besides the four scalars
     sa.Column("value_class", sa.SmallInteger),
     of_run(),
 )
+sa.Index(  # steps of one source whatever the name: a run has millions of rows, and these are a few hundred
+    "ix_logged_source", *(logged.c[name] for name in ("run_id", "tenant", "attempt", "rank", "step"))
+)
 
-retention = sa.Table(  # retention of one run; NULL: the collector's settings
+retention = sa.Table(  # retention of one run; NULL: the collector's settings, 0: no limit
     "retention",
     metadata,
     *run_key(),

@@ -38,6 +38,10 @@ LAST_ANSWERS_S = 5.0
 BUSY_TIMEOUT_S = 0.9
 """Wait for the write lock: under a second, because an agent is answered within one."""
 
+CONNECT_S, SILENT_S = 2, 3
+"""How long a connection to PostgreSQL may take to open, and how long its other end may be silent: a host that is gone sends no
+word of it, and TCP alone waits for minutes, or for hours where nothing is under way."""
+
 _WRITE_OPTION = "fp8watch_write"
 
 
@@ -264,7 +268,7 @@ def _postgresql(url: URL) -> Engine:
 
     # a reader runs several queries that must see one snapshot; writers see what others commit
     engine = sa.create_engine(
-        url,
+        _impatient(url),
         pool_pre_ping=True,
         pool_timeout=BUSY_TIMEOUT_S,
         pool_size=8,
@@ -278,6 +282,13 @@ def _postgresql(url: URL) -> Engine:
     sa.event.listen(engine, "connect", adapt)
     sa.event.listen(engine, "handle_error", _takes_no_changes)
     return engine
+
+
+def _impatient(url: URL) -> URL:
+    """With timeouts of libpq, where the URL has none."""
+    given = {"connect_timeout": CONNECT_S, "tcp_user_timeout": SILENT_S * 1000}
+    given |= {"keepalives_idle": SILENT_S, "keepalives_interval": 1, "keepalives_count": SILENT_S}
+    return url.update_query_dict({key: str(value) for key, value in given.items() if key not in url.query})
 
 
 def _takes_no_changes(context: sa.ExceptionContext) -> None:

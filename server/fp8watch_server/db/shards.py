@@ -24,14 +24,13 @@ from sqlalchemy.exc import OperationalError, SQLAlchemyError
 
 from fp8watch_server.db import migrations
 from fp8watch_server.db import schema as t
-from fp8watch_server.db.dialect import make_engine, parse_url
+from fp8watch_server.db.dialect import CONNECT_S, make_engine
 from fp8watch_server.db.directory import HOME, Directory, ShardMixedUp, claim_shard, order_of
 
 log = logging.getLogger("fp8watch.shards")
 
 PROBE_EVERY_S, AWAY_AFTER_S = 1.0, 3.0
 """How often a shard is asked whether it is there, and how long it may be silent."""
-CONNECT_S = 2
 MAX_KNOWN_INCIDENTS = 4096
 
 
@@ -56,7 +55,7 @@ class Shard:
 
     def __init__(self, name: str, url: str, directory: str) -> None:
         self.name = name
-        self.engine = make_engine(_impatient(url))
+        self.engine = make_engine(url)
         self.on_answer: Callable[[], None] = lambda: None
         self._directory = directory
         self._opened = False
@@ -122,16 +121,6 @@ class Shard:
         elif not what and self._said:
             log.warning("shard %r is there again", self.name)
         self._said = what
-
-
-def _impatient(url: str) -> str:
-    """With timeouts of libpq, where the URL has none: a server that is gone must be noticed."""
-    parsed = parse_url(url)
-    if parsed.get_backend_name() != "postgresql":
-        return url
-    given = {"connect_timeout": str(CONNECT_S), "tcp_user_timeout": str(int(AWAY_AFTER_S * 1000))}
-    missing = {key: value for key, value in given.items() if key not in parsed.query}
-    return parsed.update_query_dict(missing).render_as_string(hide_password=False)
 
 
 @dataclass(frozen=True)

@@ -89,7 +89,7 @@ class DetectWorker:
         self._public_url = public_url
         self._clock = clock
         self._on_change = on_change
-        self._engines = RunEngines(db, detection, meanwhile=self._take_urgent_of_others)
+        self._engines = RunEngines(db, detection, meanwhile=self._take_urgent_of_others, put_away=self._put_away)
         self._planner = PlannerStatistics(db)
         self._urgent = PriorityLane()
         self._unheard = threading.Event()  # urgent batches may wait that nobody told of
@@ -99,6 +99,7 @@ class DetectWorker:
         )
         self._fenced: dict[tuple[str, str], float] = {}
         self.num_failed_batches = self.num_failed_saves = 0
+        self._ticked_at = -IDLE_S
 
     def start(self) -> None:
         """Start the thread. Batches that were pending when the collector last stopped come first."""
@@ -128,9 +129,10 @@ class DetectWorker:
         taken = self.drain()
         if taken >= BATCHES_AT_ONCE:
             return Pause(0.0, wakes=False)
+        if not taken or time.monotonic() - self._ticked_at >= IDLE_S:
+            self.tick(but=self._taken_to)
         if taken:
             return Pause(min(MAX_PACE_S, max(PACE_S, REST_SHARE * (time.monotonic() - began))), wakes=False)
-        self.tick()
         return Pause(IDLE_S)
 
     def _forget(self) -> None:
@@ -188,9 +190,12 @@ class DetectWorker:
                 num += self._take(list(rows))
         return num
 
-    def tick(self) -> None:
-        """Nothing pending: advance the engines' clocks."""
+    def tick(self, but: Collection[Run] = ()) -> None:
+        """Advance the clocks of all engines, but of the runs whose batches have just come."""
+        self._ticked_at = time.monotonic()
         for key, running in self._engines.items():
+            if key in but:
+                continue
             findings = running.engine.tick(self._clock())
             if not findings:
                 continue
@@ -285,6 +290,7 @@ class DetectWorker:
     def _save(self, conn: Connection, key: tuple[str, str], running: Running, judged: list[_Judged]) -> None:
         """Save the engine's state from time to time, in the transaction of the marks, so that both agree."""
         running.since_saved += len(judged)
+        running.arrival = judged[-1].row.arrival
         now = time.monotonic()
         if now - running.saved_at < running.save_took_s / SAVE_SHARE:
             return
@@ -293,6 +299,18 @@ class DetectWorker:
             self.num_failed_saves += not saved
             running.since_saved, running.saved_at = 0, now
             running.save_took_s = time.monotonic() - now
+
+    def _put_away(self, key: tuple[str, str], running: Running) -> None:
+        """Save an engine that leaves memory, as far as it has seen batches since it was saved."""
+        if not running.since_saved:
+            return
+        try:
+            with writing(self._db) as conn:
+                lease_transaction(conn)
+                engine_restore.save(conn, running.engine, *key, running.arrival, self._clock())
+        except DBAPIError as e:
+            if not lost_its_run(e):
+                raise
 
     def _mark_failed(self, row: Any, e: Exception) -> bool:
         """Count a batch that broke detectors or incidents, and mark it as failed."""

@@ -44,6 +44,7 @@ class Running:
     since_saved: int = 0  # batches
     saved_at: float = 0.0
     save_took_s: float = 0.0
+    arrival: int = 0  # last batch that it has seen and that is marked
 
     def knows(self, sessions: set[str], now: float) -> bool:
         """Whether sessions need not be looked at: there are many, these are among them, and the last look is not long ago."""
@@ -59,10 +60,18 @@ class RunEngines:
         detection: makes engines.
         meanwhile: is called again and again while an engine is being restored, with the runs whose engines cannot be used
             yet; may ask for the engines of others.
+        put_away: is called with an engine that leaves memory, to save it: of more runs than MAX_ENGINES each asks for its
+            engine in turn, and would have it built up again for every group of batches.
     """
 
-    def __init__(self, db: Engine, detection: Detection, meanwhile: Callable[[Collection[Key]], None]) -> None:
-        self._db, self._detection, self._meanwhile = db, detection, meanwhile
+    def __init__(
+        self,
+        db: Engine,
+        detection: Detection,
+        meanwhile: Callable[[Collection[Key]], None],
+        put_away: Callable[[Key, Running], None] = lambda key, running: None,
+    ) -> None:
+        self._db, self._detection, self._meanwhile, self._put_away = db, detection, meanwhile, put_away
         self._restoring: set[Key] = set()
         self._running: OrderedDict[Key, Running] = OrderedDict()
 
@@ -98,11 +107,11 @@ class RunEngines:
                 finally:
                     self._restoring.discard(key)
                 self._running[key] = running
-                while len(self._running) > MAX_ENGINES:
-                    self._running.popitem(last=False)
             else:
                 self._look(conn, key, running, sessions)
         self._running.move_to_end(key)
+        while len(self._running) > MAX_ENGINES:
+            self._put_away(*self._running.popitem(last=False))
         return running
 
     def _look(self, conn: Connection, key: Key, running: Running, sessions: set[str]) -> None:

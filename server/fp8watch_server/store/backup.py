@@ -17,8 +17,6 @@ from sqlalchemy.engine import URL
 
 from fp8watch_server.db.dialect import make_private, parse_url
 
-PAGES_AT_ONCE = 4096
-
 
 class BackupError(RuntimeError):
     """Why the backup failed: value, rule, remedy."""
@@ -59,7 +57,7 @@ def _sqlite(source: Path, part: Path) -> None:
             closing(sqlite3.connect(f"file:{source}?mode=ro", uri=True)) as from_,
             closing(sqlite3.connect(part)) as into,
         ):
-            from_.backup(into, pages=PAGES_AT_ONCE)  # online backup: pages that change meanwhile are copied again
+            from_.backup(into)  # in one step: between two of them a commit elsewhere would begin the copy again
             into.execute("PRAGMA journal_mode=DELETE")  # one file, without a WAL beside it
     except sqlite3.Error as e:
         raise BackupError(f"database {str(source)!r} cannot be copied ({e}); try again, or to another disk") from e

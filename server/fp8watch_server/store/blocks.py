@@ -158,6 +158,8 @@ def with_ranks(parts: Parts) -> Parts:
     """The same with the columns of a roll-up: the rank of each maximum, here the record's own."""
     ranks = parts.rank.astype(np.int32)
     own = {name: np.where(_has(parts, of), ranks, -1).astype(np.int32) for name, of in RANK_OF.items()}
+    if (merged := ranks < 0).any():  # of a roll-up already
+        own = {name: np.where(merged, parts.columns.get(name, -1), mine).astype(np.int32) for name, mine in own.items()}
     return Parts(parts.site, parts.step, parts.rank, parts.attempt, parts.seq, {**parts.columns, **own})
 
 

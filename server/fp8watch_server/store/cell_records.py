@@ -6,7 +6,7 @@ Thread:     compactor; the detect worker reads
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -95,6 +95,17 @@ def size_of(encoded: Sequence[dict[str, Any]]) -> int:
     return sum(len(row["body"]) + len(row["histograms"]) for row in encoded)
 
 
+def bytes_of(conn: Connection, run_id: str, tenant: str, keys: Iterable[tuple[int, int]], step0: int) -> int:
+    """Bytes of the sheets of some sources of a cell that are in the database, as `size_of` counts them."""
+    x = t.sheet.c
+    size = sa.func.sum(sa.func.length(x.body) + sa.func.length(x.histograms))
+    num = 0
+    for attempt, rank in keys:
+        source = (x.run_id == run_id, x.tenant == tenant, x.attempt == attempt, x.rank == rank)
+        num += int(conn.execute(sa.select(size).where(*source, x.step0 == step0)).scalar() or 0)
+    return num
+
+
 def put_records(
     conn: Connection,
     run_id: str,
@@ -108,6 +119,30 @@ def put_records(
     upsert(conn, t.sheet, [{**fixed, **row} for row in encoded])
     arrays = [name for name in (for_sql[0] if for_sql else ()) if name not in ("body", "front_bytes")]
     upsert(conn, t.block, [{**fixed, **row} for row in for_sql], update=arrays)  # bytes of an earlier collector stay
+
+
+def num_records_of(conn: Connection, run_id: str, tenant: str, keys: Iterable[tuple[int, int]], step0: int) -> int:
+    """Number of the records of some sources of a cell in sheets, and in blocks of earlier collectors."""
+    x, num = t.sheet.c, 0
+    for key in keys:
+        source = (x.run_id == run_id, x.tenant == tenant, x.attempt == key[0], x.rank == key[1])
+        num += int(conn.execute(sa.select(sa.func.sum(x.num_records)).where(*source, x.step0 == step0)).scalar() or 0)
+        num += sum(row.num_records for row in _blocks(conn, (run_id, tenant), [key], step0, None))
+    return num
+
+
+def rename_records(
+    conn: Connection, run_id: str, tenant: str, key: tuple[int, int], into: tuple[int, int], step0: int
+) -> None:
+    """Give the sheets of a source in a cell, and its blocks, the key of another source that has none."""
+    new = {"attempt": into[0], "rank": into[1]}
+    x, b, s = t.sheet.c, t.block.c, t.site.c
+    this = (x.run_id == run_id, x.tenant == tenant, x.attempt == key[0], x.rank == key[1], x.step0 == step0)
+    conn.execute(sa.update(t.sheet).where(*this).values(new))
+    source = (b.run_id == run_id, b.tenant == tenant, b.attempt == key[0], b.rank == key[1], b.step0 == step0)
+    sites = list(conn.execute(sa.select(s.site).where(s.run_id == run_id, s.tenant == tenant)).scalars())
+    for start in range(0, len(sites), SITES_AT_ONCE):
+        conn.execute(sa.update(t.block).where(*source, b.site.in_(sites[start : start + SITES_AT_ONCE])).values(new))
 
 
 def drop_records(

@@ -89,7 +89,7 @@ def _check_cell(conn: Connection, cell: Any, name: str, done: Checked) -> None:
     shown: list[Parts] = []
     for attempt, rank in _keys(cell):
         for parts in _blocks(conn, cell, attempt, rank, done):
-            if rank != t.ROLLED_RANK:
+            if [attempt, rank] in cell.sources:
                 num_records += len(parts)
             if (attempt, rank) == (cell.shown_attempt, cell.shown_rank):
                 shown.append(parts)

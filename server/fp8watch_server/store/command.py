@@ -109,6 +109,10 @@ def prune_main(argv: list[str], delete: Delete = _delete_rows) -> int:
 def _prune(args: Any, settings: Settings, delete: Delete) -> int:
     if (args.remember or args.delete) and args.run is None:
         raise Unusable("--remember and --delete are for one run; name it with --run")
+    given = [name for name in LIMITS if getattr(args, name) is not None]
+    if args.remember and (not given or args.detail_hours is not None):
+        options = ", ".join(f"--{name.replace('_', '-')}" for name in LIMITS)
+        raise Unusable(f"--remember keeps {options} alone; give at least one of them, and --detail-hours without it")
     with opened(settings) as engine:
         if args.run is not None:
             require_run(engine, args.run)
@@ -120,9 +124,9 @@ def _prune(args: Any, settings: Settings, delete: Delete) -> int:
             return 0
         if args.remember and not args.dry_run:
             with writing(engine) as conn:
-                row = {name: getattr(settings, name) or None for name in LIMITS}
-                upsert(conn, t.retention, [{"run_id": args.run, "tenant": t.DEFAULT_TENANT, **row}])
-        done = prune(engine, policy_of(settings), time.time(), run_id=args.run, dry_run=args.dry_run)
+                row = {name: getattr(settings, name) for name in given}  # 0: no limit, whatever the collector's
+                upsert(conn, t.retention, [{"run_id": args.run, "tenant": t.DEFAULT_TENANT, **row}], update=given)
+        done = prune(engine, policy_of(settings), time.time(), run_id=args.run, dry_run=args.dry_run, given=given)
     print(
         f"{'would go' if args.dry_run else 'gone'}: single ranks of {done.num_cells_to_rollup} cells, "
         f"blocks of {done.num_cells_to_summary} cells ({done.num_bytes} bytes); a cell is {t.BLOCK_STEPS} steps of a run"

@@ -35,6 +35,8 @@ from fp8watch_server.store import batch_dedup
 from fp8watch_server.store.registrations import KeyReused, RankMismatch, Unknown, WrongKey, key_fits
 
 CAPTURE_STEPS = 16
+CAPTURED_SPAN_STEPS = 256
+"""An incident that lasts longer is asked about no more: what lasts is seen from its first steps, and its maps would fill the disk."""
 """Number of steps after an incident's last one for which full tile maps are requested."""
 MAX_CAPTURE_SITES = 64
 MAX_KNOWN_RUNS = 256
@@ -340,6 +342,11 @@ _i = t.incident.c
 _OPEN_INCIDENTS = (
     sa.select(_i.sites, _i.last_step)
     .where(_i.run_id == sa.bindparam("run"), _i.tenant == sa.bindparam("of_tenant"), _i.status != "resolved")
+    .where(_i.last_step <= _i.first_step + CAPTURED_SPAN_STEPS)
+    .where(  # of the newest attempt: one that begins behind the failure of another would send maps until it is past it
+        _i.attempt
+        >= sa.select(t.run.c.attempt).where(t.run.c.run_id == _i.run_id, t.run.c.tenant == _i.tenant).scalar_subquery()
+    )
     .order_by(_i.updated_at.desc())
     .limit(16)
 )

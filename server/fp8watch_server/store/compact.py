@@ -26,17 +26,30 @@ from fp8watch_agent.wire import Batch
 from fp8watch_server.db import schema as t
 from fp8watch_server.db.dialect import upsert, writing
 from fp8watch_server.store import batch_dedup, blocks, hot_batches, sheets
-from fp8watch_server.store.cell_records import SITES_AT_ONCE, drop_records, joined, put_records, read_records, size_of
+from fp8watch_server.store.cell_records import (
+    SITES_AT_ONCE,
+    drop_records,
+    joined,
+    num_records_of,
+    put_records,
+    read_records,
+    rename_records,
+    size_of,
+)
 from fp8watch_server.store.light_rounding import round_light
 from fp8watch_server.store.rank_merge import over_ranks
+from fp8watch_server.store.reading import owners
 from fp8watch_server.store.records import Parts, join, newest_of_each
+from fp8watch_server.store.rolled_past import newest_past
 from fp8watch_server.store.scalars import put_scalar_block
 from fp8watch_server.store.summary import pack_summary, summarize
 
 CLOSE_AFTER_STEPS = 32
 """Steps past the end of a cell before it is compacted: batches of other ranks may be on their way."""
 COOL_AFTER_S = 600.0
-"""Age at which a batch is compacted, however few its steps are."""
+"""Age at which a batch is compacted, however few its steps are, once its attempt is idle or has waited for long."""
+WAITS_TIMES = 6
+"""Times that age: of a run of slow steps what waits is compacted together, not batch by batch as each comes of age."""
 MAX_BATCHES = 4096
 ROLLED = (t.ROLLED_ATTEMPT, t.ROLLED_RANK)
 
@@ -75,18 +88,17 @@ def groups_of(
     b = t.hot_batch.c
     of_run = (b.run_id == run_id, b.tenant == tenant)
     names = ("run_id", "tenant", "session", "rank", "seq", "attempt", "arrival", "received_at")
-    newest = {
-        attempt: int(last)
-        for attempt, last in conn.execute(
-            sa.select(b.attempt, sa.func.max(b.step_max)).where(*of_run, b.step_max.is_not(None)).group_by(b.attempt)
-        )
-    }
-    if not newest:
+    times = (sa.func.min(b.received_at), sa.func.max(b.received_at))
+    span = sa.select(b.attempt, sa.func.max(b.step_max), *times)
+    attempts = conn.execute(span.where(*of_run, b.step_max.is_not(None)).group_by(b.attempt)).all()
+    if not attempts:
         return []
-    ends = {a: blocks.cell_of(max(0, last + 1 - CLOSE_AFTER_STEPS)) for a, last in newest.items()}
-    ripe = sa.or_(
-        b.received_at <= now - cool_after_s, *(sa.and_(b.attempt == a, b.step_min < end) for a, end in ends.items())
-    )
+    ripe = sa.or_(sa.false())
+    for attempt, last, oldest, newest in attempts:
+        end = blocks.cell_of(max(0, last + 1 - CLOSE_AFTER_STEPS))
+        ripe |= (b.attempt == attempt) & (b.step_min < end)
+        if newest <= now - cool_after_s or oldest <= now - cool_after_s * WAITS_TIMES:
+            ripe |= (b.attempt == attempt) & (b.received_at <= now - cool_after_s)
     rows = conn.execute(
         sa.select(*(b[n] for n in names), b.step_min, b.step_max, b.body_sha256)
         .where(*of_run, b.detected != t.BATCH_PENDING, b.step_min.is_not(None), ripe)
@@ -124,14 +136,18 @@ def compact(engine: Engine, group: Group, now: float, *, crash: CrashPoint = no_
         sent_now = join([p for p in fresh if p is not None], names)
         round_light(sent_now.columns, sent_now.columns, slice(None))
         new = newest_of_each(sent_now)
-        old = _there(conn, group, cell, new)
+        way = _way(conn, group, cell)
+        if way.late:
+            owner = owners(conn, group.run_id, group.tenant, *_steps(group))
+            newest = [owner.get((t.ROLLED_RANK, step), 0) for step in new.step.tolist()]
+            new = new.take(np.flatnonzero(np.array(newest, dtype=np.int64) <= group.attempt))
+        old = _there(conn, group, cell, way.into)
     if not got:
         return 0
-    if cell is not None and cell.kept == t.KEPT_SUMMARY:
+    if cell is not None and cell.kept == t.KEPT_SUMMARY and way.late:
         return _too_late(engine, group, cell, got)
     rows = [row for row, _ in got]
-    source = (group.attempt, group.rank)
-    into = source if cell is None or cell.kept == t.KEPT_DETAIL else ROLLED
+    source, into = (group.attempt, group.rank), way.into
     merged = _together(old, new, into)
     at_once = group.alone and cell is None
     arrays = engine.dialect.name == "postgresql" and (at_once or into == ROLLED)
@@ -142,8 +158,10 @@ def compact(engine: Engine, group: Group, now: float, *, crash: CrashPoint = no_
     crash("compact.encoded")
     with writing(engine) as conn:
         claim = _Claim(source if at_once else None, len(merged) - len(old), size_of(encoded), now)
-        _claim(conn, group, rows, cell, claim)
+        _claim(conn, group, rows, cell, claim, way)
         crash("compact.claimed")
+        if way.past:
+            rename_records(conn, group.run_id, group.tenant, ROLLED, (way.past, t.ROLLED_RANK), group.step0)
         if len(old):
             drop_records(conn, group.run_id, group.tenant, into, group.step0, np.unique(old.site).tolist())
         put_records(conn, group.run_id, group.tenant, into, encoded, for_sql)
@@ -208,18 +226,40 @@ class _Row:
         return getattr(self._row, name)
 
 
-def _there(conn: Connection, group: Group, cell: Any, new: Parts) -> Parts:
+@dataclass(frozen=True)
+class _Way:
+    """Where the records of a group go, and what becomes of a cell without detail.
+
+    `late`: of attempts whose detail has gone. `past`: the newest of these where the roll-up becomes a source beside the new
+    one, with `num_records` in all sources that are there; else 0.
+    """
+
+    into: tuple[int, int]
+    late: bool = False
+    past: int = 0
+    num_records: int = 0
+
+
+def _way(conn: Connection, group: Group, cell: Any) -> _Way:
+    source = (group.attempt, group.rank)
+    past = 0 if cell is None else newest_past(conn, group.run_id, group.tenant, cell)
+    if group.attempt <= past:
+        return _Way(ROLLED if cell.kept != t.KEPT_DETAIL else (past, t.ROLLED_RANK), late=True)
+    if cell is None or cell.kept == t.KEPT_DETAIL:
+        return _Way(source)
+    there = [ROLLED, *((attempt, rank) for attempt, rank in cell.sources)]
+    return _Way(source, past=past, num_records=num_records_of(conn, group.run_id, group.tenant, there, group.step0))
+
+
+def _there(conn: Connection, group: Group, cell: Any, into: tuple[int, int]) -> Parts:
     """Current contents of the blocks that the new records go into."""
-    key = (group.attempt, group.rank)
-    if cell is not None and cell.kept != t.KEPT_DETAIL:
-        key = ROLLED
-    elif cell is None or list(key) not in cell.sources:
+    if cell is None or (into != ROLLED and list(into) not in cell.sources):
         return join([], blocks.ALL_FIELDS)
-    return read_records(conn, group.run_id, group.tenant, [key], group.step0)
+    return read_records(conn, group.run_id, group.tenant, [into], group.step0)
 
 
 def _together(old: Parts, new: Parts, into: tuple[int, int]) -> Parts:
-    if into != ROLLED:
+    if into[1] != t.ROLLED_RANK:
         return new if not len(old) else newest_of_each(joined(old, new))
     # the detail is deleted: late records are merged into the roll-up, as one more rank
     both = joined(old, blocks.with_ranks(new))
@@ -236,7 +276,7 @@ class _Claim:
     now: float
 
 
-def _claim(conn: Connection, group: Group, rows: Sequence[Any], cell: Any, claim: _Claim) -> None:
+def _claim(conn: Connection, group: Group, rows: Sequence[Any], cell: Any, claim: _Claim, way: _Way) -> None:
     """Update the row of the cell if its revision is unchanged."""
     shown = claim.shown or (None, None)
     values: dict[str, Any] = {"shown_attempt": shown[0], "shown_rank": shown[1], "compacted_at": claim.now}
@@ -254,10 +294,12 @@ def _claim(conn: Connection, group: Group, rows: Sequence[Any], cell: Any, claim
             raise CellChanged from e
         return
     sources = [list(s) for s in cell.sources]
-    if cell.kept == t.KEPT_DETAIL and source not in sources:
-        sources = sorted([*sources, source])
-    values["sources"] = sources
-    values |= {"num_records": cell.num_records + claim.num_records, "num_bytes": cell.num_bytes + claim.num_bytes}
+    also = [] if way.late else [source]
+    also += [[way.past, t.ROLLED_RANK]] if way.past else []
+    values["sources"] = sorted([*sources, *(s for s in also if s not in sources)])
+    num_records = way.num_records if way.past else cell.num_records
+    values |= {"num_records": num_records + claim.num_records, "num_bytes": cell.num_bytes + claim.num_bytes}
+    values |= {"kept": t.KEPT_DETAIL} if way.past else {}
     values |= {"step_min": min(cell.step_min, first), "step_max": max(cell.step_max, last)}
     touch(conn, cell, **values)
 

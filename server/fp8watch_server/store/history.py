@@ -28,6 +28,7 @@ from fp8watch_agent.wire import Batch, Header
 from fp8watch_server.db import schema as t
 from fp8watch_server.store import hot_batches
 from fp8watch_server.store.cell_records import read_records
+from fp8watch_server.store.reading import detail_keys
 from fp8watch_server.store.records import Parts
 
 STEPS_A_PIECE = 8
@@ -65,7 +66,7 @@ def batches(
     """
     sources: dict[Source, list[Any]] = defaultdict(list)
     for cell in cells(conn, run_id, tenant):
-        for attempt, rank in cell.sources:
+        for attempt, rank in detail_keys(cell):
             first = from_step((attempt, rank))
             if first is not None and cell.step_max >= first:
                 sources[attempt, rank].append(cell)

@@ -5,8 +5,8 @@ Downstream: fp8watch_server.store.series
 Shapes:     a run, sites, steps -> Records, one of each (site, step), merged over ranks
 Thread:     query pool
 
-A step that was recomputed after a restart belongs to the newer attempt, rank by rank; a record that one session sent
-twice, to the later batch. A cell is *closed* when all of its data is in blocks and its roll-up is made: then its
+A step that was recomputed after a restart belongs to the newer attempt, rank by rank, and where only a roll-up is left of the
+older, of all ranks; a record that one session sent twice, to the later batch. A cell is *closed* when all of its data is in blocks and its roll-up is made: then its
 roll-up (or its only source) is the answer. An open cell is merged from the detail of its ranks and from hot batches, in
 the same way as the roll-up, so that the answer stays bit-identical.
 """
@@ -40,6 +40,7 @@ from fp8watch_server.store.records import (
     owned,
     with_denominators,
 )
+from fp8watch_server.store.rolled_past import newest_past, past_of
 
 Array = npt.NDArray[Any]
 Key = tuple[int, int]  # attempt, rank
@@ -70,7 +71,17 @@ def extent(
     low, high = step_range(from_step, to_step)
     rows = hot.rows_between(conn, run_id, low, high, tenant=tenant)
     c = t.cell.c
-    names = ("step0", "revision", "sources", "shown_attempt", "shown_rank", "kept", "step_min", "step_max")
+    names = (
+        "step0",
+        "revision",
+        "sources",
+        "shown_attempt",
+        "shown_rank",
+        "kept",
+        "compacted_at",
+        "step_min",
+        "step_max",
+    )
     cells = conn.execute(
         sa.select(*(c[n] for n in names)).where(
             c.run_id == run_id, c.tenant == tenant, c.step0 >= cell_of(low), c.step0 <= high
@@ -195,7 +206,15 @@ def _together(
     if not len(whole):
         return whole
     whole = newest_of_each(whole)
-    if len({key[0] for cell in cells for key in cell.sources} | {row.attempt for row in found.hot}) > 1:
+    attempts = {key[0] for cell in cells for key in cell.sources} | {row.attempt for row in found.hot}
+    for cell in cells:
+        if cell.kept != t.KEPT_DETAIL:
+            past = newest_past(conn, found.run_id, found.tenant, cell)
+            whole.attempt[
+                (whole.attempt == t.ROLLED_ATTEMPT) & (whole.step - whole.step % t.BLOCK_STEPS == cell.step0)
+            ] = past
+            attempts.add(past)
+    if len(attempts) > 1:
         first, last = int(whole.step.min()), int(whole.step.max())
         whole = owned(whole, owners(conn, found.run_id, found.tenant, first, last))
     return over_ranks(whole)
@@ -212,14 +231,17 @@ def _sorted(parts: Parts) -> Parts:
 
 
 def owners(conn: Connection, run_id: str, tenant: str, from_step: int, to_step: int) -> dict[tuple[int, int], int]:
-    """{(rank, step): newest attempt that computed it}."""
+    """{(rank, step): newest attempt that computed it}; of rank −1 that of any rank."""
     c = t.scalar.c
     rows = conn.execute(
         sa.select(c.rank, c.step, sa.func.max(c.attempt))
         .where(c.run_id == run_id, c.tenant == tenant, c.step >= from_step, c.step <= to_step)
         .group_by(c.rank, c.step)
     )
-    return {(rank, step): attempt for rank, step, attempt in rows}
+    owner = {(rank, step): attempt for rank, step, attempt in rows}
+    for (_, step), attempt in list(owner.items()):
+        owner[t.ROLLED_RANK, step] = max(attempt, owner.get((t.ROLLED_RANK, step), 0))
+    return owner
 
 
 def _detail(
@@ -251,7 +273,8 @@ def detail_keys(cell: Any, rank: int | None = None) -> list[Key]:
         return [(attempt, r) for attempt, r in cell.sources if r == rank]
     if cell.kept != t.KEPT_DETAIL:
         return [(t.ROLLED_ATTEMPT, t.ROLLED_RANK)]
-    return [(attempt, r) for attempt, r in cell.sources]
+    past = past_of(cell)  # of its attempts only the roll-up: it has all of their ranks
+    return [(attempt, r) for attempt, r in cell.sources if attempt > past or (attempt, r) == (past, t.ROLLED_RANK)]
 
 
 def _blocks(

@@ -162,13 +162,14 @@ def _site_major(parts: Parts) -> Array | None:
 
 
 def owned(parts: Parts, owner: Mapping[tuple[int, int], int] | None) -> Parts:
-    """Keep only records of the attempt that owns their (rank, step): {(rank, step): attempt}."""
+    """Keep only records of the attempt that owns their (rank, step): {(rank, step): attempt}. A roll-up, of rank −1, has all
+    attempts up to its own."""
     if owner is None:
         return parts
     of = np.array(
         [owner.get(key, -1) for key in zip(parts.rank.tolist(), parts.step.tolist(), strict=True)], dtype=np.int64
     )
-    return parts.take(np.flatnonzero((of == parts.attempt) | (of < 0)))
+    return parts.take(np.flatnonzero(of <= parts.attempt))
 
 
 def with_denominators(names: Iterable[str]) -> set[str]:

@@ -6,7 +6,7 @@ Thread:     compactor, `fp8watch prune`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -15,8 +15,9 @@ from sqlalchemy.engine import Connection, Engine
 
 from fp8watch_server.db import schema as t
 from fp8watch_server.db.dialect import writing
-from fp8watch_server.store.cell_records import SITES_AT_ONCE
+from fp8watch_server.store.cell_records import SITES_AT_ONCE, bytes_of
 from fp8watch_server.store.compact import ROLLED, CellChanged, CrashPoint, no_crash, touch
+from fp8watch_server.store.rolled_past import mark_of
 
 DAY_S = 86_400.0
 KEEP_AROUND_INCIDENT_STEPS = 64
@@ -73,8 +74,13 @@ def prune(
     crash: CrashPoint = no_crash,
     stop: Callable[[], bool] = lambda: False,
     dry_run: bool = False,
+    given: Collection[str] = (),
 ) -> Pruned:
-    """Apply the policy to one run or to all. Idempotent and resumable."""
+    """Apply the policy to one run or to all. Idempotent and resumable.
+
+    Args:
+        given: limits of `policy` that hold for runs with limits of their own, too.
+    """
     done = Pruned()
     with engine.connect() as conn:
         r = t.run.c
@@ -82,7 +88,7 @@ def prune(
         runs = conn.execute(query if run_id is None else query.where(r.run_id == run_id)).all()
     for run in runs:
         with engine.connect() as conn:
-            own = _policy_of(conn, run, policy)
+            own = _policy_of(conn, run, policy, given)
             cells = _cells(conn, run)
             spans, odd = _incidents(conn, run)
         old = _too_old(cells, own, run.last_step, now)
@@ -93,6 +99,7 @@ def prune(
                 continue
             keep = t.KEPT_SUMMARY if cell.step0 in old else t.KEPT_ROLLUP if _detail_goes(cell, own, now) else cell.kept
             goes = [s for s in cell.sources if keep == t.KEPT_SUMMARY or (keep == t.KEPT_ROLLUP and s[1] not in odd)]
+            goes = [s for s in goes if s != mark_of(cell.sources)]
             unfinished = keep < t.KEPT_DETAIL and (goes or (keep == t.KEPT_SUMMARY and cell.num_bytes > 0))
             if keep >= cell.kept and not unfinished:
                 continue
@@ -104,14 +111,16 @@ def prune(
     return done
 
 
-def _policy_of(conn: Connection, run: Any, policy: Policy) -> Policy:
+def _policy_of(conn: Connection, run: Any, policy: Policy, given: Collection[str]) -> Policy:
+    """A run's own limits, where it has some, before those of `policy`; 0 of its own: no limit."""
     c = t.retention.c
     own = conn.execute(
         sa.select(c.keep_days, c.keep_steps, c.keep_bytes).where(c.run_id == run.run_id, c.tenant == run.tenant)
     ).first()
     if own is None:
         return policy
-    return replace(policy, **{name: value for name, value in own._mapping.items() if value is not None})
+    of_run = {name: value or None for name, value in own._mapping.items() if value is not None and name not in given}
+    return replace(policy, **of_run)
 
 
 def _cells(conn: Connection, run: Any) -> Sequence[Any]:
@@ -127,7 +136,9 @@ def _incidents(conn: Connection, run: Any) -> tuple[list[tuple[int, int]], set[i
     rows = conn.execute(
         sa.select(i.first_step, i.last_step, i.place).where(i.run_id == run.run_id, i.tenant == run.tenant)
     ).all()
-    spans = [(a - KEEP_AROUND_INCIDENT_STEPS, b + KEEP_AROUND_INCIDENT_STEPS) for a, b, _ in rows]
+    # both ends: an incident that lasts would keep all of its run
+    ends = {end for first, last, _ in rows for end in (first, last)}
+    spans = [(end - KEEP_AROUND_INCIDENT_STEPS, end + KEEP_AROUND_INCIDENT_STEPS) for end in sorted(ends)]
     named = {rank for _, _, place in rows for rank in (place or {}).get("ranks") or []}
     return spans, {rank for rank in named if isinstance(rank, int)}
 
@@ -157,23 +168,24 @@ def _detail_goes(cell: Any, policy: Policy, now: float) -> bool:
 
 def _drop(engine: Engine, cell: Any, kept: int, goes: Sequence[list[int]], crash: CrashPoint) -> None:
     """First mark in the cell what is left of it, so that nobody reads the rest; then delete, one source at a time."""
-    left = [list(source) for source in cell.sources]
+    left, num_bytes = [list(source) for source in cell.sources], cell.num_bytes
+    mark = mark_of(left)
+    left += [mark] if mark is not None and mark not in left else []
     try:
         with writing(engine) as conn:
-            touch(conn, cell, kept=kept)
+            touch(conn, cell, kept=kept, sources=sorted(left))
             crash("prune.marked")
         revision = cell.revision + 1
         gone = [list(ROLLED), *goes] if kept == t.KEPT_SUMMARY else list(goes)
         for attempt, rank in gone:
             left = [source for source in left if source != [attempt, rank]]
             with writing(engine) as conn:
-                touch(conn, _At(cell, revision), sources=left)
+                size = bytes_of(conn, cell.run_id, cell.tenant, [(attempt, rank)], cell.step0)
+                num_bytes = max(0, num_bytes - size)
+                touch(conn, _At(cell, revision), sources=left, num_bytes=num_bytes)
                 _delete_blocks(conn, cell, attempt, rank)
-                s = t.scalar.c
-                if rank > 0:  # rank 0's scalars stay, for SQL; those over ranks are in the cell's scalar_block
-                    steps = (s.step >= cell.step0, s.step < cell.step0 + t.BLOCK_STEPS)
-                    of_rank = (s.run_id == cell.run_id, s.tenant == cell.tenant, s.attempt == attempt, s.rank == rank)
-                    conn.execute(sa.delete(t.scalar).where(*of_rank, *steps))
+                if rank > 0:
+                    _delete_steps(conn, cell, attempt, rank)
                 crash("prune.source")
             revision += 1
         if kept == t.KEPT_SUMMARY:
@@ -182,6 +194,18 @@ def _drop(engine: Engine, cell: Any, kept: int, goes: Sequence[list[int]], crash
     except CellChanged:  # a late batch: next round
         return
     crash("prune.done")
+
+
+def _delete_steps(conn: Connection, cell: Any, attempt: int, rank: int) -> None:
+    """Rank 0's scalars stay, for SQL; those over ranks are in the cell's scalar_block. Of each logged name its first rank stays."""
+    lower = t.logged.alias("lower")
+    of_name = (lower.c[column] == t.logged.c[column] for column in ("run_id", "tenant", "name", "attempt"))
+    first = sa.select(sa.func.min(lower.c.rank)).where(*of_name).scalar_subquery()
+    for table, more in ((t.scalar, ()), (t.logged, (t.logged.c.rank > first,))):
+        c = table.c
+        source = (c.run_id == cell.run_id, c.tenant == cell.tenant, c.attempt == attempt, c.rank == rank)
+        steps = (c.step >= cell.step0, c.step < cell.step0 + t.BLOCK_STEPS)
+        conn.execute(sa.delete(table).where(*source, *steps, *more))
 
 
 class _At:

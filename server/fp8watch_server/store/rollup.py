@@ -20,11 +20,12 @@ from sqlalchemy.engine import Connection, Engine
 from fp8watch_server.db import schema as t
 from fp8watch_server.db.dialect import writing
 from fp8watch_server.store import blocks, sheets
-from fp8watch_server.store.cell_records import drop_records, put_records, read_records, size_of
+from fp8watch_server.store.cell_records import bytes_of, drop_records, put_records, read_records, size_of
 from fp8watch_server.store.compact import ROLLED, CellChanged, CrashPoint, cell_row, no_crash, put_summary, touch
 from fp8watch_server.store.rank_merge import RankMerge
 from fp8watch_server.store.reading import detail_keys, owners
 from fp8watch_server.store.records import Parts, owned
+from fp8watch_server.store.rolled_past import newest_past
 from fp8watch_server.store.scalars import put_scalar_block
 from fp8watch_server.store.summary import SUMMARY, summarize
 
@@ -52,7 +53,9 @@ def roll_up(engine: Engine, run_id: str, tenant: str, step0: int, now: float, *,
         cell = cell_row(conn, run_id, tenant, step0)
         if cell is None or cell.shown_rank is not None:
             return False
-        keys = detail_keys(cell)
+        keys, past = detail_keys(cell), newest_past(conn, run_id, tenant, cell)
+        # counted anew: what compaction wrote again it has added again
+        num_bytes = bytes_of(conn, run_id, tenant, {*keys, *((a, r) for a, r in cell.sources)}, step0)
         sites = _sites(conn, cell)
         several = len({attempt for attempt, _ in keys}) > 1
         owner = owners(conn, run_id, tenant, step0, step0 + t.BLOCK_STEPS - 1) if several else None
@@ -61,7 +64,6 @@ def roll_up(engine: Engine, run_id: str, tenant: str, step0: int, now: float, *,
     arrays = engine.dialect.name == "postgresql"
     old = _has_blocks(engine, cell, keys)
     summaries: list[npt.NDArray[np.void]] = []
-    num_bytes = 0
     if merge:  # of two collectors at work the later goes on alone
         with writing(engine) as conn:
             touch(conn, cell)
@@ -88,9 +90,9 @@ def roll_up(engine: Engine, run_id: str, tenant: str, step0: int, now: float, *,
                 crash("rollup.part")
     summary = np.concatenate(summaries) if summaries else np.zeros(0, dtype=SUMMARY)
     with writing(engine) as conn:
-        touch(conn, cell, shown_attempt=shown[0], shown_rank=shown[1], num_bytes=cell.num_bytes + num_bytes)
+        touch(conn, cell, shown_attempt=shown[0], shown_rank=shown[1], num_bytes=num_bytes)
         put_summary(conn, run_id, tenant, step0, summary)
-        put_scalar_block(conn, run_id, tenant, step0)
+        put_scalar_block(conn, run_id, tenant, step0, past)
         crash("rollup.shown")
     crash("rollup.committed")
     return True

@@ -22,6 +22,7 @@ from fp8watch_server.store.block_codec import Column, Packed, pack
 from fp8watch_server.store.fields import FieldError
 from fp8watch_server.store.hot_batches import step_range
 from fp8watch_server.store.reading import Extent
+from fp8watch_server.store.rolled_past import newest_past, past_of
 
 Array = npt.NDArray[Any]
 Scalars = tuple[npt.NDArray[np.int64], npt.NDArray[np.float64], npt.NDArray[np.bool_]]
@@ -93,16 +94,34 @@ def read_several(conn: Connection, found: Extent, names: Sequence[str], rank: in
     done = np.array(sorted(packed), dtype=np.int64)
     if packed and (done[0] <= found.from_step or not _any_before(conn, found, int(done[0]))):
         where.append(c.step >= _end_of_prefix(done))
+    without = [cell for cell in found.open if cell.kept != t.KEPT_DETAIL or past_of(cell)]
+    past = {cell.step0: newest_past(conn, found.run_id, found.tenant, cell) for cell in without}
+    rolled = _packed(conn, found, names, sorted(past))
     out = {}
     for name, loose in _fetch_several(conn, names, where).items():
         if packed and len(loose):
             loose = loose[~np.isin(loose["step"] // t.BLOCK_STEPS * t.BLOCK_STEPS, done)]
-        parts = [*(of_cell[name] for of_cell in packed.values()), _merged(loose)]
+        parts = [of_cell[name] for of_cell in packed.values()]
+        for step0, of_cell in rolled.items():
+            here = loose["step"] // t.BLOCK_STEPS * t.BLOCK_STEPS == step0
+            parts.append(_renewed(of_cell[name], loose[here], past[step0]))
+            loose = loose[~here]
+        parts.append(_merged(loose))
         step, values, present = (np.concatenate([p[i] for p in parts]) for i in range(3))
         order = np.argsort(step, kind="stable")
         order = order[(step[order] >= found.from_step) & (step[order] <= found.to_step)]
         out[name] = step[order], values[order], present[order]
     return out
+
+
+def _renewed(rolled: Scalars, rows: Array, past: int) -> Scalars:
+    """A packed cell with the steps that attempts after `past` computed again: of the others some ranks' rows have gone."""
+    steps = rolled[0]
+    fresh = _merged(rows[(rows["attempt"] > past) | ~np.isin(rows["step"], steps)])
+    stay = ~np.isin(steps, fresh[0])
+    both = [np.concatenate([a[stay], b]) for a, b in zip(rolled, fresh, strict=True)]
+    order = np.argsort(both[0], kind="stable")
+    return both[0][order], both[1][order], both[2][order]
 
 
 def _end_of_prefix(done: npt.NDArray[np.int64]) -> int:
@@ -143,13 +162,18 @@ def _unpack(body: bytes, step0: int, names: Sequence[str]) -> dict[str, Scalars]
     }
 
 
-def put_scalar_block(conn: Connection, run_id: str, tenant: str, step0: int) -> None:
-    """Pack the scalars of a cell, over ranks."""
-    c = t.scalar.c
+def put_scalar_block(conn: Connection, run_id: str, tenant: str, step0: int, past: int = 0) -> None:
+    """Pack the scalars of a cell, over ranks. Of attempts up to `past` what was packed before stays."""
+    c, packed = t.scalar.c, t.scalar_block.c
+    before = None
+    if past:
+        this = (packed.run_id == run_id, packed.tenant == tenant, packed.step0 == step0)
+        before = conn.execute(sa.select(packed.body).where(*this)).scalar()
+    rolled = {} if before is None else _unpack(bytes(before), step0, t.SCALAR_NAMES)
     where = [c.run_id == run_id, c.tenant == tenant, c.step >= step0, c.step < step0 + t.BLOCK_STEPS]
     columns: dict[str, Array] = {}
     for name, fetched in _fetch_several(conn, t.SCALAR_NAMES, where).items():
-        steps, values, present = _merged(fetched)
+        steps, values, present = _renewed(rolled[name], fetched, past) if rolled else _merged(fetched)
         if not len(steps):
             return
         gaps = np.diff(steps, prepend=steps[0])

@@ -3,7 +3,7 @@
 Shapes:     TileMap of [Mt·Kt] tiles -> one row a map
 Thread:     ingest pool (write), query pool (read)
 
-Kept are the maps of a run's newest 256 steps, and those within 16 steps of an incident.
+Kept are the maps of a run's newest 256 steps, and those within 16 steps of the first and of the last step of an incident.
 """
 
 from __future__ import annotations
@@ -82,9 +82,12 @@ def commit_tile_maps(
     conn.execute(
         sa.insert(t.tile_map_batch), [{**key, "body_sha256": sha256, "step_max": step_max, "received_at": now}]
     )
-    r = t.run.c  # notifies open pages, which watch the run's row
-    heard = (r.run_id == maps.run, r.tenant == tenant, r.last_seen_at < now)
-    conn.execute(sa.update(t.run).where(*heard).values(last_seen_at=now))
+    # notifies open pages, which watch the run's row. Batches lock it before their session: whoever has it writes it, too
+    r = t.run.c
+    heard = sa.select(r.run_id).where(r.run_id == maps.run, r.tenant == tenant, r.last_seen_at < now)
+    free = conn.execute(heard.with_for_update(key_share=True, skip_locked=True)).first()
+    if free is not None:
+        conn.execute(sa.update(t.run).where(r.run_id == maps.run, r.tenant == tenant).values(last_seen_at=now))
     return True
 
 
@@ -103,8 +106,12 @@ def prune(conn: Connection, run_id: str, *, tenant: str = t.DEFAULT_TENANT) -> i
         .where(
             i.run_id == m.run_id,
             i.tenant == m.tenant,
-            m.step >= i.first_step - KEEP_AROUND_INCIDENT_STEPS,
-            m.step <= i.last_step + KEEP_AROUND_INCIDENT_STEPS,
+            sa.or_(
+                *(
+                    m.step.between(end - KEEP_AROUND_INCIDENT_STEPS, end + KEEP_AROUND_INCIDENT_STEPS)
+                    for end in (i.first_step, i.last_step)
+                )
+            ),
         )
         .exists()
     )

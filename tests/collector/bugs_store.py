@@ -1,0 +1,152 @@
+"""What is broken on purpose in what is kept of a run, for how long, and in copies of it."""
+
+from __future__ import annotations
+
+from support.planted import Bug
+
+T = "tests/store"
+LATER = f"{T}/test_later_attempts.py"
+BYTES = f"{T}/test_retention.py::test_the_bytes_of_a_cell_are_those_that_are_there"
+
+KEPT = [
+    Bug(
+        "a backup ends while others commit",
+        "store.backup:_sqlite",
+        "from_.backup(into)",
+        "from_.backup(into, pages=4096)",
+        f"{T}/test_commands.py::test_a_backup_ends_though_others_commit_all_the_while",
+    ),
+    Bug(
+        "a host that falls silent is noticed",
+        "db.dialect:_postgresql",
+        "        _impatient(url),",
+        "        url,",
+        "tests/collector/test_database_away.py::test_no_connection_waits_for_a_host_that_fell_silent",
+    ),
+    Bug(
+        "sheets that are written anew are counted once",
+        "store.rollup:roll_up",
+        "shown_rank=shown[1], num_bytes=num_bytes)",
+        "shown_rank=shown[1], num_bytes=cell.num_bytes + num_bytes)",
+        BYTES,
+    ),
+    Bug(
+        "what goes of a cell is counted no more",
+        "store.retention:_drop",
+        "num_bytes = max(0, num_bytes - size)",
+        "num_bytes = max(size, num_bytes)",
+        BYTES,
+    ),
+    Bug(
+        "a newer attempt replaces what is rolled up",
+        "store.compact:_way",
+        "if group.attempt <= past:",
+        "if past:",
+        f"{LATER}::test_steps_computed_again_after_a_day_replace_those_in_the_roll_up",
+    ),
+    Bug(
+        "hot steps of a newer attempt replace what is rolled up",
+        "store.reading:owners",
+        "max(attempt, owner.get((t.ROLLED_RANK, step), 0))",
+        "0",
+        f"{LATER}::test_steps_computed_again_after_a_day_replace_those_in_the_roll_up",
+    ),
+    Bug(
+        "the mean of a loss outlives the rows of its ranks",
+        "store.rollup:roll_up",
+        "put_scalar_block(conn, run_id, tenant, step0, past)",
+        "put_scalar_block(conn, run_id, tenant, step0)",
+        f"{LATER}::test_steps_computed_again_after_a_day_replace_those_in_the_roll_up",
+    ),
+    Bug(
+        "a rank whose detail stays is counted in its roll-up alone",
+        "store.reading:detail_keys",
+        "if attempt > past or (attempt, r) == (past, t.ROLLED_RANK)",
+        "if True",
+        f"{LATER}::test_the_detail_of_a_rank_that_an_incident_names_is_not_counted_twice",
+    ),
+    Bug(
+        "steps that come slowly are compacted together",
+        "store.compact:groups_of",
+        "if newest <= now - cool_after_s or oldest <= now - cool_after_s * WAITS_TIMES:",
+        "if True:",
+        f"{T}/test_compaction.py::test_steps_that_come_slowly_are_compacted_together",
+    ),
+    Bug(
+        "tile maps do not wait for the row of their run",
+        "store.tile_maps:commit_tile_maps",
+        "heard.with_for_update(key_share=True, skip_locked=True)",
+        "heard.with_for_update(key_share=True)",
+        f"{T}/test_maps_beside_batches.py::test_neither_waits_for_the_other_in_turn",
+    ),
+    Bug(
+        "logged values go with the detail of their rank",
+        "store.retention:_delete_steps",
+        "((t.scalar, ()), (t.logged, (t.logged.c.rank > first,)))",
+        "((t.scalar, ()),)",
+        f"{T}/test_logged_kept.py::test_of_each_name_the_first_rank_that_logged_it_stays",
+    ),
+    Bug(
+        "of each logged name a rank stays",
+        "store.retention:_delete_steps",
+        "(t.logged.c.rank > first,)",
+        "()",
+        f"{T}/test_logged_kept.py::test_of_each_name_the_first_rank_that_logged_it_stays",
+    ),
+    Bug(
+        "a run may keep everything",
+        "store.retention:_policy_of",
+        "name: value or None for name",
+        "name: value for name",
+        f"{T}/test_commands.py::test_a_run_that_is_to_keep_everything_does",
+    ),
+    Bug(
+        "a limit of the command line counts for a run with its own",
+        "store.retention:_policy_of",
+        "and name not in given",
+        "",
+        f"{T}/test_commands.py::test_a_run_that_is_to_keep_everything_does",
+    ),
+    Bug(
+        "a run that fell silent is judged while others send",
+        "pipeline.detect_worker:DetectWorker._work",
+        "if not taken or time.monotonic() - self._ticked_at >= IDLE_S:",
+        "if not taken:",
+        "tests/collector/test_many_runs.py::test_a_run_that_fell_silent_is_judged_though_others_send",
+    ),
+    Bug(
+        "an engine that leaves memory is saved",
+        "pipeline.run_engines:RunEngines.of",
+        "self._put_away(*self._running.popitem(last=False))",
+        "self._running.popitem(last=False)",
+        "tests/collector/test_many_runs.py::test_an_engine_that_leaves_memory_is_saved",
+    ),
+    Bug(
+        "of an incident that lasts no more maps are asked for",
+        "server/fp8watch_server/store/commit.py",
+        "_i.last_step <= _i.first_step + CAPTURED_SPAN_STEPS",
+        "_i.last_step >= _i.first_step",
+        f"{T}/test_lasting_incidents.py::test_maps_are_asked_for_in_its_first_steps",
+    ),
+    Bug(
+        "an attempt that is over asks for no maps",
+        "server/fp8watch_server/store/commit.py",
+        "_i.attempt\n        >= sa.select",
+        "_i.attempt\n        <= sa.select",
+        f"{T}/test_lasting_incidents.py::test_no_maps_are_asked_for_because_of_an_attempt_that_is_over",
+    ),
+    Bug(
+        "an agent sends no maps of steps that are far ahead",
+        "recorder:Recorder.wanted_captures",
+        "if first - 1 <= last_step <= last",
+        "if last_step <= last",
+        "tests/agent/test_delivery.py::test_capture_requests_are_read_from_the_acknowledgement",
+    ),
+    Bug(
+        "of an incident that lasts detail is kept around its ends",
+        "store.retention:_incidents",
+        "for end in (first, last)",
+        "for end in range(first, last + 1)",
+        f"{T}/test_lasting_incidents.py::test_maps_and_detail_are_kept_around_its_ends",
+    ),
+]
