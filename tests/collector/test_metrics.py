@@ -14,7 +14,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from fp8watch_server.db import schema as t
 from fp8watch_server.db.dialect import writing
-from fp8watch_server.observability import metrics
+from fp8watch_server.observability import metrics, run_metrics, site_metrics
+from fp8watch_server.observability.series_budget import SeriesBudget
 
 pytestmark = on_sqlite
 UP_ROW, UP_COLUMN = make_site("up", order=0), make_site("up", direction="columnwise", order=1)
@@ -137,18 +138,18 @@ def test_what_does_not_fit_any_more_is_not_read(filled: Agent, app: Any, monkeyp
     with app.state.engine.connect() as conn:
         read: list[str] = []
         sa.event.listen(conn, "before_cursor_execute", lambda *args: read.append(args[2]))
-        budget = metrics._Budget(9)
-        families = list(metrics._sites(conn, ["later-0", "later-1", "later-2", "run-1"], budget))
+        budget = SeriesBudget(9)
+        families = list(site_metrics.sites(conn, ["later-0", "later-1", "later-2", "run-1"], budget))
     assert {s.labels["run"] for family in families for s in family.samples} == {"later-0"}
     assert len([sql for sql in read if "newest" in sql]) == 1
-    assert budget.dropped == 3 * (len(metrics.COUNTERS) + len(metrics.GAUGES))
+    assert budget.dropped == 3 * (len(site_metrics.COUNTERS) + len(site_metrics.GAUGES))
 
 
 def test_the_newest_loss_is_looked_for_near_the_last_step_alone(
     client: Any, app: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(metrics, "CACHE_S", 0.0)
-    monkeypatch.setattr(metrics, "NEWEST_STEPS", 4)
+    monkeypatch.setattr(run_metrics, "NEWEST_STEPS", 4)
 
     def loss() -> float | None:
         return samples(client.get("/metrics").text).get(("fp8watch_loss", (("run", "run-1"),)))
@@ -162,7 +163,7 @@ def test_the_newest_loss_is_looked_for_near_the_last_step_alone(
     assert loss() is None
     agent.send([UP_ROW], [6], scalars={"loss": [float("nan")]})
     assert math.isnan(loss() or 0.0)
-    monkeypatch.setattr(metrics, "NEWEST_ROWS", 1)
+    monkeypatch.setattr(run_metrics, "NEWEST_ROWS", 1)
     agent.send([UP_ROW], [7], scalars={"lr": [1.0]})
     assert loss() is None
     again = Agent(client, session="b" * 32, facts={"restart_count": 1}).register([UP_ROW])

@@ -1,0 +1,108 @@
+"""What /metrics says of each run: its newest scalars, its incidents, its agents.
+
+Shapes:     rows of runs -> metric families, within a budget of series
+Thread:     query pool
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import sqlalchemy as sa
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from sqlalchemy.engine import Connection
+
+from fp8watch_server.db import schema as t
+from fp8watch_server.observability.series_budget import SeriesBudget, worse
+from fp8watch_server.store.incident_states import FALSE_ALARM
+
+NEWEST_STEPS, NEWEST_ROWS = 2048, 16_384
+"""Of a run: how far back its newest loss is looked for."""
+_OF_CLASS = {1: math.nan, 2: math.inf, 3: -math.inf}
+
+
+def scalars(conn: Connection, runs: list[Any], budget: SeriesBudget) -> Iterable[Metric]:
+    c = t.scalar.c
+    for name, text in (("loss", "Newest loss, mean over ranks"), ("grad_norm", "Newest norm of the gradient")):
+        family = GaugeMetricFamily(f"fp8watch_{name}", text, labels=["run"])
+        kind = c[f"{name}_class"]
+        for run in runs:
+            if run.last_step is None:
+                continue
+            of_run = (c.run_id == run.run_id, c.tenant == t.DEFAULT_TENANT, c.attempt == run.last_step_attempt)
+            near = c.step.between(run.last_step - NEWEST_STEPS + 1, run.last_step)
+            last = sa.select(c.step, kind.label("kind")).where(*of_run, near)
+            rows_of_last = last.order_by(c.step.desc()).limit(NEWEST_ROWS).subquery()
+            given = rows_of_last.c.kind.is_not(None)
+            step = conn.execute(sa.select(sa.func.max(rows_of_last.c.step)).where(given)).scalar()
+            if step is None or not budget.take():
+                continue
+            rows = conn.execute(sa.select(c[name], kind).where(*of_run, c.step == step, kind.is_not(None)))
+            values = [value if cls == 0 else _OF_CLASS[cls] for value, cls in rows]
+            family.add_metric([run.run_id], math.fsum(values) / len(values) if _summable(values) else sum(values))
+        yield family
+
+
+def _summable(values: list[float]) -> bool:
+    return all(math.isfinite(v) and abs(v) < 1e300 for v in values)
+
+
+def incidents(conn: Connection, run_ids: list[str], budget: SeriesBudget) -> Iterable[Metric]:
+    c = t.incident.c
+    labels = ["run", "mode", "severity"]
+    opened = GaugeMetricFamily("fp8watch_incidents_open", "Incidents that are not resolved", labels=labels)
+    total = CounterMetricFamily("fp8watch_incidents", "Incidents that were ever opened", labels=labels)
+    unresolved = sa.func.sum(sa.case((c.status != "resolved", 1), else_=0))
+    rows = conn.execute(
+        sa.select(c.run_id, c.mode, c.severity, sa.func.count(), unresolved)
+        .where(c.run_id.in_(run_ids), c.tenant == t.DEFAULT_TENANT)
+        .group_by(c.run_id, c.mode, c.severity)
+    )
+    for run_id, mode, severity, num, num_open in rows:
+        if budget.take(2):
+            opened.add_metric([run_id, mode, severity], num_open)
+            total.add_metric([run_id, mode, severity], num)
+    false = GaugeMetricFamily("fp8watch_false_alarms", "Incidents that people marked as false alarms", labels=labels)
+    marked = conn.execute(
+        sa.select(c.run_id, c.mode, c.severity, sa.func.count())
+        .where(c.run_id.in_(run_ids), c.tenant == t.DEFAULT_TENANT, c.closed_as == FALSE_ALARM)
+        .group_by(c.run_id, c.mode, c.severity)
+    )
+    for run_id, mode, severity, num in marked:
+        if budget.take():
+            false.add_metric([run_id, mode, severity], num)
+    yield from (opened, total, false)
+
+
+def agents(conn: Connection, run_ids: list[str], budget: SeriesBudget) -> Iterable[Metric]:
+    c = t.session.c
+    dropped = CounterMetricFamily(
+        "fp8watch_agent_dropped_records", "Records that agents gave up", labels=["run", "reason"]
+    )
+    overhead = GaugeMetricFamily(
+        "fp8watch_agent_overhead_ratio",
+        "Share of step time that the watch times of itself, a lower bound, worst rank",
+        labels=["run"],
+    )
+    by_reason: dict[tuple[str, str], float] = {}
+    worst: dict[str, float] = {}
+    rows = conn.execute(
+        sa.select(c.run_id, c.health).where(c.run_id.in_(run_ids), c.tenant == t.DEFAULT_TENANT, c.health.is_not(None))
+    )
+    for run_id, health in rows:
+        for name, value in (health or {}).items():
+            number = float(value)
+            if name.startswith("dropped_"):
+                key = (run_id, name.removeprefix("dropped_")[:100])
+                by_reason[key] = by_reason.get(key, 0.0) + number
+            elif name == "overhead_ratio":
+                worst[run_id] = worse(worst.get(run_id), number, "max")
+    for key, number in sorted(by_reason.items()):
+        if budget.take():
+            dropped.add_metric(list(key), number)
+    for run_id, number in worst.items():
+        if budget.take():
+            overhead.add_metric([run_id], number)
+    yield from (dropped, overhead)
