@@ -14,7 +14,8 @@ GRAFANA = HERE / "grafana" / "alerting" / "fp8watch.yml"
 HEAD = (
     "# Made by dashboards/make_alerts.py out of dashboards/prometheus/fp8watch.rules.yml; do not edit.\n"
     "# Grafana reads it from its folder provisioning/alerting. FP8WATCH_PROMETHEUS_UID names the data source,\n"
-    "# FP8WATCH_CONTACT_POINT a contact point, FP8WATCH_PUBLIC_URL the collector.\n"
+    "# FP8WATCH_PUBLIC_URL the collector. No contact point is named: Grafana does not start with a rule whose contact\n"
+    "# point is not there, and which are there depends on its version. Notification policies route by severity and run.\n"
 )
 _URL = re.compile(r"\{\{ with \$externalLabels\.fp8watch_url \}\}.*?\{\{ end \}\}")
 
@@ -64,7 +65,6 @@ def _rule(rule: dict[str, Any]) -> dict[str, Any]:
         "for": rule.get("for", "0s"),
         "labels": rule["labels"],
         "annotations": _annotations(rule["annotations"]),
-        "notification_settings": {"receiver": "$FP8WATCH_CONTACT_POINT"},
     }
 
 
