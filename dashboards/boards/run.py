@@ -99,13 +99,14 @@ def dashboard() -> dict[str, Any]:
         ),
         over_steps(
             "Loss over steps",
-            "Mean over ranks. Red bars: steps with a non-finite loss or gradient norm, which the line leaves out.",
+            "Mean over ranks; of steps whose ranks have gone (after a day), the loss of one. Red bars: steps with a non-finite loss or "
+            "gradient norm, which the line leaves out.",
             _scalar("loss", "nonfinite_steps"),
             marks=["nonfinite_steps"],
         ),
         over_steps(
             "Gradient norm over steps",
-            "Largest of the ranks. Red bars: steps that were skipped or aborted.",
+            "Largest of the ranks; of steps whose ranks have gone (after a day), of one. Red bars: steps that were skipped or aborted.",
             _scalar("grad_norm", "skipped_steps"),
             log=10,
             marks=["skipped_steps"],

@@ -215,6 +215,13 @@ STORE = [
         f"{T}/test_retention.py::test_around_an_incident_detail_stays_for_good_and_so_do_the_ranks_that_one_names",
     ),
     Bug(
+        "a loss that rank 0 does not have stays for SQL",
+        "retention:_told_by",
+        "s.loss_class.is_not(None), ",
+        "",
+        f"{T}/test_retention.py::test_a_loss_that_rank_0_does_not_have_stays_and_so_does_a_step_that_broke_on_another",
+    ),
+    Bug(
         "retention goes on where it was broken off",
         "retention:prune",
         "            if keep >= cell.kept and not unfinished:\n",

@@ -1,6 +1,6 @@
 """Retention: detail per rank is deleted after a day, blocks by the run's policy; incidents keep theirs.
 
-Shapes:     a policy -> cells of which less is left: the roll-up, or the summary and the scalars
+Shapes:     a policy -> cells of which less is left: the roll-up, or the summary; and of each step the scalars of one rank
 Thread:     compactor, `fp8watch prune`
 """
 
@@ -158,6 +158,8 @@ def _detail_goes(cell: Any, policy: Policy, now: float) -> bool:
 def _drop(engine: Engine, cell: Any, kept: int, goes: Sequence[list[int]], crash: CrashPoint) -> None:
     """First mark in the cell what is left of it, so that nobody reads the rest; then delete, one source at a time."""
     left = [list(source) for source in cell.sources]
+    with engine.connect() as conn:
+        told = _told_by(conn, cell)
     try:
         with writing(engine) as conn:
             touch(conn, cell, kept=kept)
@@ -170,10 +172,10 @@ def _drop(engine: Engine, cell: Any, kept: int, goes: Sequence[list[int]], crash
                 touch(conn, _At(cell, revision), sources=left)
                 _delete_blocks(conn, cell, attempt, rank)
                 s = t.scalar.c
-                if rank > 0:  # rank 0's scalars stay, for SQL; those over ranks are in the cell's scalar_block
-                    steps = (s.step >= cell.step0, s.step < cell.step0 + t.BLOCK_STEPS)
-                    of_rank = (s.run_id == cell.run_id, s.tenant == cell.tenant, s.attempt == attempt, s.rank == rank)
-                    conn.execute(sa.delete(t.scalar).where(*of_rank, *steps))
+                if rank > 0:  # of a step what one rank tells stays, for SQL; scalar_block has what all of them did
+                    of_rank = (*_of_cell(cell), s.attempt == attempt, s.rank == rank)
+                    stays = s.step.in_(sorted(told.get((attempt, rank), ())))
+                    conn.execute(sa.delete(t.scalar).where(*of_rank, ~stays))
                 crash("prune.source")
             revision += 1
         if kept == t.KEPT_SUMMARY:
@@ -182,6 +184,30 @@ def _drop(engine: Engine, cell: Any, kept: int, goes: Sequence[list[int]], crash
     except CellChanged:  # a late batch: next round
         return
     crash("prune.done")
+
+
+def _of_cell(cell: Any) -> tuple[sa.ColumnElement[bool], ...]:
+    """Scalars of the steps of a cell."""
+    s = t.scalar.c
+    steps = (s.step >= cell.step0, s.step < cell.step0 + t.BLOCK_STEPS)
+    return (s.run_id == cell.run_id, s.tenant == cell.tenant, *steps)
+
+
+def _told_by(conn: Connection, cell: Any) -> dict[tuple[int, int], set[int]]:
+    """(attempt, rank) -> steps whose scalars no lower rank tells.
+
+    Not every rank has a loss (of a pipeline the last stage alone), and not every rank breaks.
+    """
+    s = t.scalar.c
+    telling = (s.loss_class.is_not(None), sa.or_(s.loss_class > 0, s.grad_norm_class > 0), s.status != 0)
+    first = [sa.func.min(sa.case((tells, s.rank))) for tells in telling]
+    found: dict[tuple[int, int], set[int]] = {}
+    query = sa.select(s.attempt, s.step, *first).where(*_of_cell(cell)).group_by(s.attempt, s.step)
+    for attempt, step, *ranks in conn.execute(query):
+        for rank in ranks:
+            if rank is not None:
+                found.setdefault((attempt, rank), set()).add(step)
+    return found
 
 
 class _At:
