@@ -37,6 +37,7 @@ NAMES = {
     "fp8watch_scale_inv_min",
     "fp8watch_tile_sqnr_db",
     "fp8watch_agent_dropped_records_total",
+    "fp8watch_agent_dropped_tile_maps_total",
     "fp8watch_agent_overhead_ratio",
     "fp8watch_collector_ingest_batches_total",
     "fp8watch_collector_ingest_bytes_total",
@@ -91,7 +92,11 @@ def test_every_name_of_the_contract_is_there(filled: Agent) -> None:
     assert got["fp8watch_tile_sqnr_db", site] == pytest.approx(10 * math.log10(1280))
     incident = (("mode", "inf-laundering"), run, ("severity", "critical"))
     assert (got["fp8watch_incidents_open", incident], got["fp8watch_incidents_total", incident]) == (1, 2)
-    assert got["fp8watch_agent_dropped_records_total", (("reason", "ring_full"), run)] == 3
+    lost = {(name, labels): value for (name, labels), value in got.items() if "_agent_dropped_" in name}
+    assert lost == {
+        ("fp8watch_agent_dropped_records_total", (("reason", "ring_full"), run)): 3,
+        ("fp8watch_agent_dropped_tile_maps_total", (("reason", "queue_full"), run)): 1,
+    }
     assert got["fp8watch_agent_overhead_ratio", (run,)] == 0.004
     assert got["fp8watch_collector_ingest_batches_total", (("outcome", "accepted"),)] == 1
     notified = {labels: value for (name, labels), value in got.items() if name == "fp8watch_notifications_total"}
@@ -118,6 +123,25 @@ def test_totals_add_up_over_batches_and_ranks(filled: Agent, app: Any) -> None:
     site = (("layer", "up"), ("operand", "input"), ("run", "run-1"))
     assert got["fp8watch_saturated_elements_total", site] == 103
     assert np.isnan(got["fp8watch_amax_max", site])  # of the same step on two ranks the worse
+
+
+def test_what_agents_cost_is_that_of_sessions_that_go_on(
+    filled: Agent, app: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job that was started again with less to look at; the agent that it had before says nothing any more."""
+    monkeypatch.setattr(metrics, "CACHE_S", 0.0)
+
+    def overhead() -> float | None:
+        return samples(filled.client.get("/metrics").text).get(("fp8watch_agent_overhead_ratio", (("run", "run-1"),)))
+
+    filled.send([UP_ROW], [3], health={"overhead_ratio": 0.03})
+    assert overhead() == 0.03
+    again = Agent(filled.client, session="b" * 32, facts={"restart_count": 1}).register([UP_ROW])
+    again.send([UP_ROW], [4], health={"overhead_ratio": 0.005})
+    assert overhead() == 0.005
+    with writing(app.state.engine) as conn:
+        conn.execute(sa.update(t.session).values(ended=True))
+    assert overhead() is None
 
 
 def test_series_are_bounded_and_what_was_left_out_is_counted(filled: Agent, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,7 +100,7 @@ def test_the_budget_holds_with_more_sites_runs_and_modes_than_fit(engine: sa.Eng
     num_series = sum(len(f.samples) for f in found)
     assert 0.95 * MAX_SERIES < num_series <= MAX_SERIES
     (dropped,) = [s.value for f in found for s in f.samples if s.name == "fp8watch_series_dropped_total"]
-    wanted = 3 * MAX_RUNS + 2 * 1000 * (len(COUNTERS) + len(GAUGES))
+    wanted = 4 * MAX_RUNS + 2 * 1000 * (len(COUNTERS) + len(GAUGES))
     assert dropped >= wanted - MAX_SERIES
     shown = {s.labels["run"] for f in found if f.name == "fp8watch_run" for s in f.samples}
     assert len(shown) == MAX_RUNS, "the newest"
@@ -126,6 +126,16 @@ def test_what_is_left_out_stays_left_out_whichever_run_was_heard_of_last(engine:
             conn.execute(sa.update(t.run).where(t.run.c.run_id == run_id).values(last_seen_at=NOW + later + 1))
         assert layers() == exposed
     assert {run for run, _ in exposed} == {"first", "second"}, "what has ended comes behind what goes on"
+
+
+def test_a_run_is_over_once_it_has_ended_or_was_silent_for_an_hour(engine: sa.Engine) -> None:
+    with writing(engine) as conn:
+        for run_id, ended, silent_s in (("goes-on", False, 3000), ("ended", True, 1), ("killed", False, 4000)):
+            put_run(conn, run_id, NOW - 9000, NOW - silent_s)
+            put_session(conn, run_id, ended)
+    found = FleetCollector(Shards(engine), IngestStats(), clock=lambda: NOW).collect()
+    said = {s.labels["run"]: s.value for f in found if f.name == "fp8watch_run_running" for s in f.samples}
+    assert said == {"goes-on": 1, "ended": 0, "killed": 0}
 
 
 if __name__ == "__main__":

@@ -41,6 +41,8 @@ MAX_SERIES = 10_000
 MAX_RUNS = 200
 FORGET_RUN_AFTER_S = 86_400.0
 """A run that has been silent for a day leaves /metrics."""
+OVER_AFTER_S = 3600.0
+"""A run that has been silent for an hour is over: a job that was killed does not say so."""
 
 
 class FleetCollector(Collector):
@@ -75,12 +77,12 @@ class FleetCollector(Collector):
 
     def _runs(self, conn: Connection, budget: SeriesBudget) -> Iterable[Metric]:
         r = t.run.c
-        goes_on = r.run_id.in_(sa.select(t.session.c.run_id).where(*alive()))
+        goes_on = sa.case((r.run_id.in_(sa.select(t.session.c.run_id).where(*alive())), 1), else_=0).label("goes_on")
         runs = conn.execute(
-            sa.select(t.run)
+            sa.select(t.run, goes_on)
             .where(r.tenant == t.DEFAULT_TENANT, r.last_seen_at > self._clock() - FORGET_RUN_AFTER_S)
             # In an order that does not change with each batch: series that come and go look like counters that jump.
-            .order_by(sa.case((goes_on, 0), else_=1), r.created_at.desc(), r.run_id)
+            .order_by(goes_on.desc(), r.created_at.desc(), r.run_id)
             .limit(MAX_RUNS)
         ).all()
         info = InfoMetricFamily("fp8watch_run", "Facts of a run", labels=["run"])
@@ -88,17 +90,23 @@ class FleetCollector(Collector):
         seen = GaugeMetricFamily(
             "fp8watch_run_last_seen_timestamp_seconds", "When the collector last heard of the run", labels=["run"]
         )
+        running = GaugeMetricFamily(
+            "fp8watch_run_running",
+            "1 while the run goes on, 0 once its ranks have ended or it has been silent for an hour",
+            labels=["run"],
+        )
         kept_rows: list[Any] = []
         for row in runs:
-            if not budget.take(3):
+            if not budget.take(4):
                 continue
             kept_rows.append(row)
             facts = {"recipe": row.recipe, "format": _format(conn, row.run_id), "backend": row.backend}
             info.add_metric([row.run_id], facts)
             seen.add_metric([row.run_id], row.last_seen_at)
+            running.add_metric([row.run_id], float(row.goes_on and row.last_seen_at > self._clock() - OVER_AFTER_S))
             if row.last_step is not None:
                 step.add_metric([row.run_id], row.last_step)
-        yield from (info, step, seen)
+        yield from (info, step, seen, running)
         kept = [row.run_id for row in kept_rows]
         yield from run_metrics.scalars(conn, kept_rows, budget)
         yield from run_metrics.incidents(conn, kept, budget)

@@ -17,6 +17,7 @@ from sqlalchemy.engine import Connection
 from fp8watch_server.db import schema as t
 from fp8watch_server.observability.series_budget import SeriesBudget, worse
 from fp8watch_server.store.incident_states import FALSE_ALARM
+from fp8watch_server.store.run_list import alive
 
 NEWEST_STEPS, NEWEST_ROWS = 2048, 16_384
 """Of a run: how far back its newest loss is looked for."""
@@ -77,32 +78,42 @@ def incidents(conn: Connection, run_ids: list[str], budget: SeriesBudget) -> Ite
 
 
 def agents(conn: Connection, run_ids: list[str], budget: SeriesBudget) -> Iterable[Metric]:
+    """What agents gave up, of all sessions; what they cost, of those that go on."""
     c = t.session.c
-    dropped = CounterMetricFamily(
-        "fp8watch_agent_dropped_records", "Records that agents gave up", labels=["run", "reason"]
+    labels = ["run", "reason"]
+    records = CounterMetricFamily("fp8watch_agent_dropped_records", "Records that agents gave up", labels=labels)
+    maps = CounterMetricFamily(
+        "fp8watch_agent_dropped_tile_maps",
+        "Tile maps that agents gave up; no statistics are lost with them",
+        labels=labels,
     )
     overhead = GaugeMetricFamily(
         "fp8watch_agent_overhead_ratio",
-        "Share of step time that the watch times of itself, a lower bound, worst rank",
+        "Share of step time that the watch times of itself, a lower bound, worst rank that goes on",
         labels=["run"],
     )
-    by_reason: dict[tuple[str, str], float] = {}
+    dropped: dict[tuple[str, str, str], float] = {}
     worst: dict[str, float] = {}
+    going = conn.execute(sa.select(c.run_id, c.session).where(c.run_id.in_(run_ids), *alive())).all()
+    go_on = {(run_id, session) for run_id, session in going}
     rows = conn.execute(
-        sa.select(c.run_id, c.health).where(c.run_id.in_(run_ids), c.tenant == t.DEFAULT_TENANT, c.health.is_not(None))
+        sa.select(c.run_id, c.session, c.health).where(
+            c.run_id.in_(run_ids), c.tenant == t.DEFAULT_TENANT, c.health.is_not(None)
+        )
     )
-    for run_id, health in rows:
+    for run_id, session, health in rows:
         for name, value in (health or {}).items():
             number = float(value)
             if name.startswith("dropped_"):
-                key = (run_id, name.removeprefix("dropped_")[:100])
-                by_reason[key] = by_reason.get(key, 0.0) + number
-            elif name == "overhead_ratio":
+                what = "maps" if name.startswith("dropped_maps_") else "records"
+                reason = name.removeprefix("dropped_").removeprefix("maps_")[:100]
+                dropped[what, run_id, reason] = dropped.get((what, run_id, reason), 0.0) + number
+            elif name == "overhead_ratio" and (run_id, session) in go_on:
                 worst[run_id] = worse(worst.get(run_id), number, "max")
-    for key, number in sorted(by_reason.items()):
+    for (what, *key), number in sorted(dropped.items()):
         if budget.take():
-            dropped.add_metric(list(key), number)
+            (maps if what == "maps" else records).add_metric(key, number)
     for run_id, number in worst.items():
         if budget.take():
             overhead.add_metric([run_id], number)
-    yield from (dropped, overhead)
+    yield from (records, maps, overhead)
