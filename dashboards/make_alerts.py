@@ -63,7 +63,7 @@ def _rule(rule: dict[str, Any]) -> dict[str, Any]:
         "noDataState": "OK",
         "execErrState": "Error",
         "for": rule.get("for", "0s"),
-        "labels": rule["labels"],
+        "labels": {name: _escaped(text) for name, text in rule["labels"].items()},
         "annotations": _annotations(rule["annotations"]),
     }
 
@@ -74,7 +74,11 @@ def _annotations(given: dict[str, str]) -> dict[str, str]:
     The value there is the count, so a summary that tells the value gives way to the description.
     """
     told = {**given, "summary": given["description"]} if "$value" in given["summary"] else given
-    return {name: _URL.sub("$FP8WATCH_PUBLIC_URL", t).replace("{{ $labels", "{{ $$labels") for name, t in told.items()}
+    return {name: _escaped(_URL.sub("$FP8WATCH_PUBLIC_URL", t)) for name, t in told.items()}
+
+
+def _escaped(text: str) -> str:
+    return text.replace("{{ $labels", "{{ $$labels")
 
 
 def text() -> str:
