@@ -88,8 +88,9 @@ def test_every_name_of_the_contract_is_there(filled: Agent) -> None:
     assert got["fp8watch_loss", (run,)] == 2.25
     assert got["fp8watch_saturated_elements_total", site] == 11  # the direction that clips more
     assert got["fp8watch_amax_max", site] == 3.0
-    assert got["fp8watch_underflow_ratio", site] == pytest.approx(0.1)
-    assert got["fp8watch_tile_sqnr_db", site] == pytest.approx(10 * math.log10(1280))
+    of_format = (("format", "E4M3"), *site)
+    assert got["fp8watch_underflow_ratio", of_format] == pytest.approx(0.1)
+    assert got["fp8watch_tile_sqnr_db", of_format] == pytest.approx(10 * math.log10(1280))
     incident = (("mode", "inf-laundering"), run, ("severity", "critical"))
     assert (got["fp8watch_incidents_open", incident], got["fp8watch_incidents_total", incident]) == (1, 2)
     lost = {(name, labels): value for (name, labels), value in got.items() if "_agent_dropped_" in name}

@@ -3,7 +3,8 @@
 Shapes:     rows of site_total -> metric families by run, layer and operand, within a budget of series
 Thread:     query pool
 
-`layer` is the module; of the two directions of an operand, which hold the same elements, the worse one is exported.
+`layer` is the module; of the two directions of an operand, which hold the same elements, the worse one is exported. What
+depends on the number format has it as a label: how much noise is healthy differs by 14 dB.
 """
 
 from __future__ import annotations
@@ -31,12 +32,17 @@ GAUGES = {
     "scale_inv_min": ("fp8watch_scale_inv_min", "Smallest scale_inv of a tile, newest step"),
     "tile_sqnr_db": ("fp8watch_tile_sqnr_db", "SQNR of the tiles in dB, newest step"),
 }
+OF_FORMAT = ("underflow_ratio", "tile_sqnr_db")
+"""Gauges with the label `format`."""
 
 
 def sites(conn: Connection, run_ids: list[str], budget: SeriesBudget) -> Iterable[Metric]:
     labels = ["run", "layer", "operand"]
     counters = {f: CounterMetricFamily(name, text, labels=labels) for f, (name, text) in COUNTERS.items()}
-    gauges = {f: GaugeMetricFamily(name, text, labels=labels) for f, (name, text) in GAUGES.items()}
+    gauges = {
+        f: GaugeMetricFamily(name, text, labels=[*labels, "format"] if f in OF_FORMAT else labels)
+        for f, (name, text) in GAUGES.items()
+    }
     s, total = t.site.c, t.site_total.c
     same_site = sa.and_(s.run_id == total.run_id, s.tenant == total.tenant, s.site == total.site)
     for i, run_id in enumerate(run_ids):
@@ -47,24 +53,25 @@ def sites(conn: Connection, run_ids: list[str], budget: SeriesBudget) -> Iterabl
             budget.dropped += num_layers * (len(COUNTERS) + len(GAUGES))
             break
         rows = conn.execute(
-            sa.select(s.module, s.operand, t.site_total)
+            sa.select(s.module, s.operand, s.format, t.site_total)
             .join(t.site_total, same_site)
             .where(s.run_id == run_id, s.tenant == t.DEFAULT_TENANT)
             .order_by(s.flow_order)
         )
-        found: dict[tuple[str, str], dict[str, float]] = {}
+        found: dict[tuple[str, str], dict[tuple[str, ...], float]] = {}
         for row in rows:
             values = found.setdefault((row.module, row.operand), {})
             for name in COUNTERS:
-                values[name] = max(values.get(name, 0.0), float(getattr(row, name)))
+                values[(name,)] = max(values.get((name,), 0.0), float(getattr(row, name)))
             for name, value in row.newest.items():
                 if name in GAUGES:
-                    values[name] = worse(values.get(name), float(value), SERIES_FIELDS[name].worst)
+                    key = (name, row.format) if name in OF_FORMAT else (name,)
+                    values[key] = worse(values.get(key), float(value), SERIES_FIELDS[name].worst)
         for (module, operand), values in found.items():
             if not budget.take(len(values)):
                 continue
-            for name, number in values.items():
+            for (name, *of_format), number in values.items():
                 family: Any = counters.get(name) or gauges[name]
-                family.add_metric([run_id, module, operand], number)
+                family.add_metric([run_id, module, operand, *of_format], number)
     yield from counters.values()
     yield from gauges.values()
