@@ -40,6 +40,12 @@ def test_links_between_pages_resolve():
     assert wrong == []
 
 
+def test_the_page_of_examples_shows_every_example() -> None:
+    """A line that is no snippet stands on the page as it is, and nobody who builds it is told."""
+    shown = re.findall(r'^--8<-- "examples/(\w+\.py)"$', (DOCS / "examples.md").read_text(), re.M)
+    assert sorted(shown) == sorted(path.name for path in (DOCS.parent / "examples").glob("*.py"))
+
+
 def test_files_that_pages_name_exist() -> None:
     """Paths and modules in code marks. `<slug>` stands for any."""
     root = DOCS.parent
