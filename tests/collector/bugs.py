@@ -314,14 +314,14 @@ STORE = [
     ),
     Bug(
         "the history of a run is not searched for its loss",
-        "run_metrics:scalars",
-        ".where(*of_run, near)",
-        ".where(*of_run)",
+        "run_metrics:NewestScalars._newest_step",
+        ".where(*_of_run(run), c.step.between(first, run.last_step))",
+        ".where(*_of_run(run))",
         f"{C}/test_metrics.py::test_the_newest_loss_is_looked_for_near_the_last_step_alone",
     ),
     Bug(
         "however many ranks there are as many rows are searched",
-        "run_metrics:scalars",
+        "run_metrics:NewestScalars._newest_step",
         ".limit(NEWEST_ROWS)",
         "",
         f"{C}/test_metrics.py::test_the_newest_loss_is_looked_for_near_the_last_step_alone",

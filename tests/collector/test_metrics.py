@@ -14,6 +14,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from fp8watch_server.db import schema as t
 from fp8watch_server.db.dialect import writing
+from fp8watch_server.db.shards import Shards
+from fp8watch_server.ingest.ingest_stats import IngestStats
 from fp8watch_server.observability import metrics, run_metrics, site_metrics
 from fp8watch_server.observability.series_budget import SeriesBudget
 
@@ -190,10 +192,35 @@ def test_the_newest_loss_is_looked_for_near_the_last_step_alone(
     assert math.isnan(loss() or 0.0)
     monkeypatch.setattr(run_metrics, "NEWEST_ROWS", 1)
     agent.send([UP_ROW], [7], scalars={"lr": [1.0]})
-    assert loss() is None
+    started = metrics.FleetCollector(Shards(app.state.engine), IngestStats()).collect()
+    assert [family.samples for family in started if family.name == "fp8watch_loss"] == [[]]
     again = Agent(client, session="b" * 32, facts={"restart_count": 1}).register([UP_ROW])
     again.send([UP_ROW], [6], scalars={"loss": [1.5]})
     assert loss() == 1.5
+
+
+def test_a_loss_that_many_ranks_log_now_and_then_stays(client: Any, app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is a row of each rank and step, and the newest of them are of less steps the more ranks there are."""
+    monkeypatch.setattr(metrics, "CACHE_S", 0.0)
+    monkeypatch.setattr(run_metrics, "NEWEST_ROWS", 4)
+    monkeypatch.setattr(run_metrics, "LATE_STEPS", 8)
+
+    def loss() -> float | None:
+        return samples(client.get("/metrics").text).get(("fp8watch_loss", (("run", "run-1"),)))
+
+    ranks = [Agent(client, session=f"{rank}" * 32, rank=rank).register([UP_ROW]) for rank in range(4)]
+    for first, logged in ((1, 2.5), (9, None), (17, 1.5)):  # a loss at the first step of eight
+        for rank, agent in enumerate(ranks):
+            scalars = {"lr": [1.0] * 8}
+            if rank == 3 and logged is not None:
+                agent.send([UP_ROW], [first], scalars={"lr": [1.0], "loss": [logged]})
+                agent.send([UP_ROW], list(range(first + 1, first + 8)), scalars={"lr": [1.0] * 7})
+            else:
+                agent.send([UP_ROW], list(range(first, first + 8)), scalars=scalars)
+            if first == 1 and agent is ranks[0]:
+                assert loss() is None
+        for _ in range(2):
+            assert loss() == (2.5 if first < 17 else 1.5)
 
 
 def test_it_is_made_at_most_every_five_seconds(filled: Agent, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,6 +52,7 @@ class FleetCollector(Collector):
         self._shards = shards
         self._stats = stats
         self._clock = clock
+        self._scalars = run_metrics.NewestScalars()
         self._num_dropped = 0  # since this process started: a counter must not decrease
 
     def describe(self) -> Iterable[Metric]:
@@ -108,7 +109,7 @@ class FleetCollector(Collector):
                 step.add_metric([row.run_id], row.last_step)
         yield from (info, step, seen, running)
         kept = [row.run_id for row in kept_rows]
-        yield from run_metrics.scalars(conn, kept_rows, budget)
+        yield from self._scalars.families(conn, kept_rows, budget)
         yield from run_metrics.incidents(conn, kept, budget)
         yield from run_metrics.agents(conn, kept, budget)
         yield from site_metrics.sites(conn, kept, budget)

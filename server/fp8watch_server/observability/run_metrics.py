@@ -20,30 +20,66 @@ from fp8watch_server.store.incident_states import FALSE_ALARM
 from fp8watch_server.store.run_list import alive
 
 NEWEST_STEPS, NEWEST_ROWS = 2048, 16_384
-"""Of a run: how far back its newest loss is looked for."""
+"""Of a run: how far back its newest loss is looked for, and how many rows in any case."""
+LATE_STEPS = 16
+"""A rank sends eight steps at a time, so that of the last steps not every rank has been heard of."""
+MAX_KNOWN = 10_000
+"""Runs and scalars whose newest step is remembered."""
 _OF_CLASS = {1: math.nan, 2: math.inf, 3: -math.inf}
 
 
-def scalars(conn: Connection, runs: list[Any], budget: SeriesBudget) -> Iterable[Metric]:
-    c = t.scalar.c
-    for name, text in (("loss", "Newest loss, mean over ranks"), ("grad_norm", "Newest norm of the gradient")):
-        family = GaugeMetricFamily(f"fp8watch_{name}", text, labels=["run"])
+class NewestScalars:
+    """The newest loss and gradient norm of each run.
+
+    There is a row for each rank and step, with a loss in it or not, and a run of many ranks may log one now and then. So the
+    newest rows are looked through, and those since the last look however many they are; what was found is remembered.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, int, str], tuple[int | None, int]] = {}
+        """(run, attempt, name) -> step of the newest that is known, and the step up to which was looked."""
+
+    def families(self, conn: Connection, runs: list[Any], budget: SeriesBudget) -> Iterable[Metric]:
+        """One family of each scalar."""
+        c = t.scalar.c
+        for name, text in (("loss", "Newest loss, mean over ranks"), ("grad_norm", "Newest norm of the gradient")):
+            family = GaugeMetricFamily(f"fp8watch_{name}", text, labels=["run"])
+            kind = c[f"{name}_class"]
+            for run in runs:
+                if run.last_step is None or (step := self._newest_step(conn, run, name)) is None:
+                    continue
+                rows = conn.execute(sa.select(c[name], kind).where(*_of_run(run), c.step == step, kind.is_not(None)))
+                values = [value if cls == 0 else _OF_CLASS[cls] for value, cls in rows]
+                if values and budget.take():
+                    mean = math.fsum(values) / len(values) if _summable(values) else sum(values)
+                    family.add_metric([run.run_id], mean)
+            yield family
+
+    def _newest_step(self, conn: Connection, run: Any, name: str) -> int | None:
+        c = t.scalar.c
         kind = c[f"{name}_class"]
-        for run in runs:
-            if run.last_step is None:
-                continue
-            of_run = (c.run_id == run.run_id, c.tenant == t.DEFAULT_TENANT, c.attempt == run.last_step_attempt)
-            near = c.step.between(run.last_step - NEWEST_STEPS + 1, run.last_step)
-            last = sa.select(c.step, kind.label("kind")).where(*of_run, near)
-            rows_of_last = last.order_by(c.step.desc()).limit(NEWEST_ROWS).subquery()
-            given = rows_of_last.c.kind.is_not(None)
-            step = conn.execute(sa.select(sa.func.max(rows_of_last.c.step)).where(given)).scalar()
-            if step is None or not budget.take():
-                continue
-            rows = conn.execute(sa.select(c[name], kind).where(*of_run, c.step == step, kind.is_not(None)))
-            values = [value if cls == 0 else _OF_CLASS[cls] for value, cls in rows]
-            family.add_metric([run.run_id], math.fsum(values) / len(values) if _summable(values) else sum(values))
-        yield family
+        key = (run.run_id, run.last_step_attempt, name)
+        first = run.last_step - NEWEST_STEPS + 1
+        known, looked = self._known.pop(key, (None, None))
+        last = sa.select(c.step, kind.label("kind")).where(*_of_run(run), c.step.between(first, run.last_step))
+        rows_of_last = last.order_by(c.step.desc()).limit(NEWEST_ROWS).subquery()
+        step = conn.execute(
+            sa.select(sa.func.max(rows_of_last.c.step)).where(rows_of_last.c.kind.is_not(None))
+        ).scalar()
+        if step is None and looked is not None:
+            since = (c.step.between(max(first, looked - LATE_STEPS), run.last_step), kind.is_not(None))
+            step = conn.execute(sa.select(sa.func.max(c.step)).where(*_of_run(run), *since)).scalar()
+        if step is None and known is not None and known >= first:
+            step = known
+        self._known[key] = (step, run.last_step)
+        while len(self._known) > MAX_KNOWN:
+            self._known.pop(next(iter(self._known)))
+        return step
+
+
+def _of_run(run: Any) -> tuple[sa.ColumnElement[bool], ...]:
+    c = t.scalar.c
+    return (c.run_id == run.run_id, c.tenant == t.DEFAULT_TENANT, c.attempt == run.last_step_attempt)
 
 
 def _summable(values: list[float]) -> bool:
