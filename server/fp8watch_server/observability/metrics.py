@@ -1,6 +1,6 @@
 """Prometheus /metrics: read from the database, cached, with a bounded number of series.
 
-Upstream:   fp8watch_server.store.totals (table site_total)
+Upstream:   fp8watch_server.observability.site_metrics
 Shapes:     rows -> metric families of prometheus_client
 Thread:     query pool
 

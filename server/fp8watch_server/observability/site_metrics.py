@@ -1,5 +1,7 @@
 """What /metrics says of the layers of each run: totals of what broke, and values of the newest step.
 
+Upstream:   fp8watch_server.store.totals (table site_total)
+Downstream: fp8watch_server.observability.metrics
 Shapes:     rows of site_total -> metric families by run, layer and operand, within a budget of series
 Thread:     query pool
 
