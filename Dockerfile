@@ -1,7 +1,8 @@
 # The collector. Nothing is written inside the image: the database is elsewhere (FP8WATCH_DATABASE_URL or _FILE), or on a
 # volume at /data, as fp8watch/fp8watch.db.
 #   docker build -t fp8watch .
-#   docker run -p 8420:8420 --read-only --tmpfs /tmp -v fp8watch:/data -e FP8WATCH_TOKEN_FILE=/run/secrets/token ... fp8watch
+#   docker run -p 8420:8420 --read-only --tmpfs /tmp -v fp8watch:/data -e FP8WATCH_TOKEN_FILE=/run/secrets/token \
+#     -e FP8WATCH_PUBLIC_URL=https://watch.example ... fp8watch      # what people type, for links in messages
 FROM python:3.12-slim AS build
 WORKDIR /src
 COPY pyproject.toml constraints.txt README.md LICENSE docker-compose.yml ./

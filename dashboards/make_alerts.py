@@ -14,7 +14,8 @@ GRAFANA = HERE / "grafana" / "alerting" / "fp8watch.yml"
 HEAD = (
     "# Made by dashboards/make_alerts.py out of dashboards/prometheus/fp8watch.rules.yml; do not edit.\n"
     "# Grafana reads it from its folder provisioning/alerting. FP8WATCH_PROMETHEUS_UID names the data source,\n"
-    "# FP8WATCH_CONTACT_POINT a contact point, FP8WATCH_PUBLIC_URL the collector.\n"
+    "# FP8WATCH_PUBLIC_URL the collector. No contact point is named: Grafana does not start with a rule whose contact\n"
+    "# point is not there, and which are there depends on its version. Notification policies route by severity and run.\n"
 )
 _URL = re.compile(r"\{\{ with \$externalLabels\.fp8watch_url \}\}.*?\{\{ end \}\}")
 
@@ -62,9 +63,8 @@ def _rule(rule: dict[str, Any]) -> dict[str, Any]:
         "noDataState": "OK",
         "execErrState": "Error",
         "for": rule.get("for", "0s"),
-        "labels": rule["labels"],
+        "labels": {name: _escaped(text) for name, text in rule["labels"].items()},
         "annotations": _annotations(rule["annotations"]),
-        "notification_settings": {"receiver": "$FP8WATCH_CONTACT_POINT"},
     }
 
 
@@ -74,7 +74,11 @@ def _annotations(given: dict[str, str]) -> dict[str, str]:
     The value there is the count, so a summary that tells the value gives way to the description.
     """
     told = {**given, "summary": given["description"]} if "$value" in given["summary"] else given
-    return {name: _URL.sub("$FP8WATCH_PUBLIC_URL", t).replace("{{ $labels", "{{ $$labels") for name, t in told.items()}
+    return {name: _escaped(_URL.sub("$FP8WATCH_PUBLIC_URL", t)) for name, t in told.items()}
+
+
+def _escaped(text: str) -> str:
+    return text.replace("{{ $labels", "{{ $$labels")
 
 
 def text() -> str:

@@ -46,14 +46,14 @@ def dashboard() -> dict[str, Any]:
         ),
         number(
             "Series left out",
-            "Above the budget, since the collector started.",
+            "Above the budget, over all answers of the last hour: a series that is always left out counts at each of them.",
             promql(f"sum(increase(fp8watch_series_dropped_total{OF}[1h]))", instant=True),
             bad=1,
             width=6,
         ),
         over_time(
             "Bodies per second",
-            "By what became of them: accepted, replayed, refused, …",
+            "By what became of them: accepted, refused, conflict, unregistered, overload, unavailable, failed.",
             [promql(f"sum by (outcome) ({_rate('fp8watch_collector_ingest_batches_total')})", "{{outcome}}")],
             unit="reqps",
         ),

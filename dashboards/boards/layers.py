@@ -20,7 +20,7 @@ from .kit import (
     rows,
     variable,
 )
-from .run import HEALTH_LOOKS, SITE_PAGE, TILE_MAP
+from .run import HEALTH_LOOKS, ROOM, SITE_PAGE, TILE_MAP
 
 UID = "fp8watch-layers"
 OPERANDS = {"every operand": "all", "input": "input", "weight": "weight", "grad_output": "grad_output"}
@@ -29,9 +29,13 @@ SITES = (
 )
 
 SITE = "coalesce(nullif(${site:sqlstring}, ''), '0')::bigint"
-HEALTH = f"""SELECT label, first_bad_step, num_nonfinite, num_sentinel_tiles, num_saturated, tile_sqnr_db, underflow_ratio,
-clip_depth, amax_max, scale_inv_min, scale_inv_max, site::text AS site FROM grafana.site_health({SPAN})
-WHERE ${{operand:sqlstring}} IN ('all', operand) LIMIT 500"""
+HEALTH = f"""SELECT h.label, first_bad_step, num_nonfinite, num_sentinel_tiles, num_saturated, format, tile_sqnr_db, {ROOM},
+underflow_ratio, clip_depth, amax_max, scale_inv_min, scale_inv_max, h.site::text AS site FROM grafana.site_health({SPAN}) h
+JOIN grafana.site s ON s.run_id = {RUN} AND s.site = h.site WHERE ${{operand:sqlstring}} IN ('all', h.operand)
+ORDER BY num_nonfinite DESC NULLS LAST, num_sentinel_tiles DESC NULLS LAST, sqnr_room_db NULLS LAST, s.flow_order LIMIT 500"""
+ROOM_OVER_TIME = f"""SELECT time, metric, {ROOM.replace("tile_sqnr_db", "value", 1).replace("sqnr_room_db", "value")}
+FROM grafana.worst_over_time({SPAN}, 'tile_sqnr_db') JOIN grafana.site s ON s.run_id = {RUN} AND s.label = metric
+ORDER BY time, s.flow_order"""
 OCTAVES = f"SELECT * FROM grafana.octaves({SPAN}, ${{operand:sqlstring}})"
 
 
@@ -58,17 +62,18 @@ def dashboard() -> dict[str, Any]:
     panels = [
         rows(
             "Health of all sites",
-            "The worst of the span shown, the sickest first: non-finite elements, tiles without a scale, then SQNR.",
+            "The worst of the span shown, the sickest first: non-finite elements, tiles without a scale, then SQNR above the line of "
+            "the site's format (28 dB for E4M3, 22 for E5M2, 14 for E2M1).",
             Sql(HEALTH),
             looks,
             height=11,
         ),
         cells(
             "Tile SQNR of the worst sites over time",
-            "The 30 sites with the lowest SQNR. Below 22 dB quantisation noise is unusual for E4M3.",
-            _worst("tile_sqnr_db"),
+            "The 30 sites with the lowest SQNR, in dB above the line of their format: 28 dB for E4M3, 22 for E5M2, 14 for E2M1.",
+            Sql(ROOM_OVER_TIME, over_time=True),
             unit="dB",
-            steps=[(None, RED), (15, ORANGE), (22, GREEN)],
+            steps=[(None, RED), (-7, ORANGE), (0, GREEN)],
         ),
         cells(
             "Non-finite elements of the worst sites over time",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import logging
 import os
 import signal
 import socket
@@ -31,6 +32,8 @@ from fp8watch_server.settings import SETTINGS, SettingError, Settings, default_d
 
 DRAIN_S = 10
 EXIT_USAGE = 2
+
+_log = logging.getLogger(__name__)
 
 
 class CannotServe(Exception):
@@ -97,6 +100,12 @@ def url_of(sock: socket.socket, host: str, scheme: str = "http") -> str:
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
+def tell_of_links(settings: Settings, url: str) -> None:
+    """Warn where links in messages lead to a name that nobody else may know."""
+    if not settings.public_url and settings.host in ("0.0.0.0", "::"):
+        _log.warning("links in messages lead to %s; set FP8WATCH_PUBLIC_URL to what people type", url)
+
+
 def build(settings: Settings) -> FastAPI:
     """The application.
 
@@ -143,6 +152,7 @@ def main(argv: list[str] | None = None) -> int:
         try:
             url = url_of(sock, settings.host, "https" if settings.tls_cert else "http")
             app = build(replace(settings, public_url=settings.public_url or url))
+            tell_of_links(settings, url)
             database = parse_url(settings.database_url).render_as_string(hide_password=True)
             server = Server(
                 app,

@@ -46,7 +46,9 @@ INPUTS = {
     "further record on the wire": Input(40.8, "bytes", "batches of 160 and 1,120 records"),
     "record in the store": Input(38.7, "bytes for a day", STORE),
     "site and step, merged over ranks": Input(45.2, "bytes, after that", f"{STORE}: 11.3 a record of four ranks"),
-    "scalars of a rank's step": Input(246, "bytes with their indexes, for good", "`benchmarks.fleet --ranks 10000`"),
+    "scalars of a rank's step": Input(
+        246, "bytes with their indexes, for a day; one rank's of each step for good", "`benchmarks.fleet --ranks 10000`"
+    ),
     "memory of a collector": Input(0.27, "MiB a rank that it detects for, pages open", f"{FLEET}, beside 10,000 ranks"),
     "sites of a rank": Input(560, "", "assumed"),
     "step": Input(4, "s", "assumed"),
@@ -90,8 +92,8 @@ def of_fleet(num_gpus: int) -> dict[str, float]:
     day_steps = DAY_S / of("step")
     detail = batches_s * DAY_S * num_records * of("record in the store")
     merged = day_steps * of("sites of a rank") * of("site and step, merged over ranks") * MONTH_DAYS
-    scalars = day_steps * num_gpus * of("scalars of a rank's step")
-    stored = detail + merged + scalars * MONTH_DAYS
+    scalars = day_steps * of("scalars of a rank's step")
+    stored = detail + merged + scalars * (num_gpus + MONTH_DAYS)
     bought = sum(cores.values()) / of("use of a core")
     usd = bought * of("core") * MONTH_H + stored / GB * of("disk")
     return {
@@ -103,7 +105,8 @@ def of_fleet(num_gpus: int) -> dict[str, float]:
         "GB a day on the wire": batches_s * DAY_S * batch_bytes / GB,
         "GB stored: a day of every rank": detail / GB,
         "GB stored: a month merged over ranks": merged / GB,
-        "GB stored: a month of scalars of every rank": scalars * MONTH_DAYS / GB,
+        "GB stored: a day of scalars of every rank": scalars * num_gpus / GB,
+        "GB stored: a month of scalars of one rank": scalars * MONTH_DAYS / GB,
         "USD a month": usd,
         "of what the GPUs cost, ‰": usd / (num_gpus * of("GPU") * MONTH_H) * 1e3,
     }

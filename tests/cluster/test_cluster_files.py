@@ -107,6 +107,22 @@ def test_containers_are_users_on_a_read_only_system_with_probes_and_known_variab
     assert not [name for name in services if name.startswith("fp8watch")]
 
 
+def test_training_behind_the_relay_needs_no_token_that_deletes_runs() -> None:
+    """Clients of a relay show its own token, and that of a collector has all scopes."""
+    services = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
+    (relay,), collector = services["relay"]["secrets"], services["collector"]
+    assert relay not in collector["secrets"]
+    assert services["relay"]["environment"]["FP8WATCH_TOKEN_FILE"] == f"/run/secrets/{relay}"
+
+
+def test_links_of_collectors_lead_to_no_pod() -> None:
+    """Each would take the name of its own machine, which nobody can open and which ends with it."""
+    compose = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]["collector"]["environment"]
+    (manifest,) = [{e["name"]: e.get("value") for e in c["env"]} for name, _, c in ours() if name == "collector"]
+    for given in (manifest, compose):
+        assert given["FP8WATCH_PUBLIC_URL"]
+
+
 def test_settings_in_the_manifests_are_taken() -> None:
     """The queue that collector and worker are given has every server of the StatefulSet, and the settings accept it."""
     (nats,) = (r for r in resources() if r["kind"] == "StatefulSet")

@@ -14,7 +14,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from fp8watch_server.db import schema as t
 from fp8watch_server.db.dialect import writing
-from fp8watch_server.observability import metrics
+from fp8watch_server.db.shards import Shards
+from fp8watch_server.ingest.ingest_stats import IngestStats
+from fp8watch_server.observability import metrics, run_metrics, site_metrics
+from fp8watch_server.observability.series_budget import SeriesBudget
 
 pytestmark = on_sqlite
 UP_ROW, UP_COLUMN = make_site("up", order=0), make_site("up", direction="columnwise", order=1)
@@ -36,6 +39,7 @@ NAMES = {
     "fp8watch_scale_inv_min",
     "fp8watch_tile_sqnr_db",
     "fp8watch_agent_dropped_records_total",
+    "fp8watch_agent_dropped_tile_maps_total",
     "fp8watch_agent_overhead_ratio",
     "fp8watch_collector_ingest_batches_total",
     "fp8watch_collector_ingest_bytes_total",
@@ -86,11 +90,16 @@ def test_every_name_of_the_contract_is_there(filled: Agent) -> None:
     assert got["fp8watch_loss", (run,)] == 2.25
     assert got["fp8watch_saturated_elements_total", site] == 11  # the direction that clips more
     assert got["fp8watch_amax_max", site] == 3.0
-    assert got["fp8watch_underflow_ratio", site] == pytest.approx(0.1)
-    assert got["fp8watch_tile_sqnr_db", site] == pytest.approx(10 * math.log10(1280))
+    of_format = (("format", "E4M3"), *site)
+    assert got["fp8watch_underflow_ratio", of_format] == pytest.approx(0.1)
+    assert got["fp8watch_tile_sqnr_db", of_format] == pytest.approx(10 * math.log10(1280))
     incident = (("mode", "inf-laundering"), run, ("severity", "critical"))
     assert (got["fp8watch_incidents_open", incident], got["fp8watch_incidents_total", incident]) == (1, 2)
-    assert got["fp8watch_agent_dropped_records_total", (("reason", "ring_full"), run)] == 3
+    lost = {(name, labels): value for (name, labels), value in got.items() if "_agent_dropped_" in name}
+    assert lost == {
+        ("fp8watch_agent_dropped_records_total", (("reason", "ring_full"), run)): 3,
+        ("fp8watch_agent_dropped_tile_maps_total", (("reason", "queue_full"), run)): 1,
+    }
     assert got["fp8watch_agent_overhead_ratio", (run,)] == 0.004
     assert got["fp8watch_collector_ingest_batches_total", (("outcome", "accepted"),)] == 1
     notified = {labels: value for (name, labels), value in got.items() if name == "fp8watch_notifications_total"}
@@ -119,6 +128,25 @@ def test_totals_add_up_over_batches_and_ranks(filled: Agent, app: Any) -> None:
     assert np.isnan(got["fp8watch_amax_max", site])  # of the same step on two ranks the worse
 
 
+def test_what_agents_cost_is_that_of_sessions_that_go_on(
+    filled: Agent, app: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job that was started again with less to look at; the agent that it had before says nothing any more."""
+    monkeypatch.setattr(metrics, "CACHE_S", 0.0)
+
+    def overhead() -> float | None:
+        return samples(filled.client.get("/metrics").text).get(("fp8watch_agent_overhead_ratio", (("run", "run-1"),)))
+
+    filled.send([UP_ROW], [3], health={"overhead_ratio": 0.03})
+    assert overhead() == 0.03
+    again = Agent(filled.client, session="b" * 32, facts={"restart_count": 1}).register([UP_ROW])
+    again.send([UP_ROW], [4], health={"overhead_ratio": 0.005})
+    assert overhead() == 0.005
+    with writing(app.state.engine) as conn:
+        conn.execute(sa.update(t.session).values(ended=True))
+    assert overhead() is None
+
+
 def test_series_are_bounded_and_what_was_left_out_is_counted(filled: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics, "MAX_SERIES", 106)
     got = samples(filled.client.get("/metrics").text)
@@ -137,18 +165,18 @@ def test_what_does_not_fit_any_more_is_not_read(filled: Agent, app: Any, monkeyp
     with app.state.engine.connect() as conn:
         read: list[str] = []
         sa.event.listen(conn, "before_cursor_execute", lambda *args: read.append(args[2]))
-        budget = metrics._Budget(9)
-        families = list(metrics._sites(conn, ["later-0", "later-1", "later-2", "run-1"], budget))
+        budget = SeriesBudget(9)
+        families = list(site_metrics.sites(conn, ["later-0", "later-1", "later-2", "run-1"], budget))
     assert {s.labels["run"] for family in families for s in family.samples} == {"later-0"}
     assert len([sql for sql in read if "newest" in sql]) == 1
-    assert budget.dropped == 3 * (len(metrics.COUNTERS) + len(metrics.GAUGES))
+    assert budget.dropped == 3 * (len(site_metrics.COUNTERS) + len(site_metrics.GAUGES))
 
 
 def test_the_newest_loss_is_looked_for_near_the_last_step_alone(
     client: Any, app: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(metrics, "CACHE_S", 0.0)
-    monkeypatch.setattr(metrics, "NEWEST_STEPS", 4)
+    monkeypatch.setattr(run_metrics, "NEWEST_STEPS", 4)
 
     def loss() -> float | None:
         return samples(client.get("/metrics").text).get(("fp8watch_loss", (("run", "run-1"),)))
@@ -162,12 +190,37 @@ def test_the_newest_loss_is_looked_for_near_the_last_step_alone(
     assert loss() is None
     agent.send([UP_ROW], [6], scalars={"loss": [float("nan")]})
     assert math.isnan(loss() or 0.0)
-    monkeypatch.setattr(metrics, "NEWEST_ROWS", 1)
+    monkeypatch.setattr(run_metrics, "NEWEST_ROWS", 1)
     agent.send([UP_ROW], [7], scalars={"lr": [1.0]})
-    assert loss() is None
+    started = metrics.FleetCollector(Shards(app.state.engine), IngestStats()).collect()
+    assert [family.samples for family in started if family.name == "fp8watch_loss"] == [[]]
     again = Agent(client, session="b" * 32, facts={"restart_count": 1}).register([UP_ROW])
     again.send([UP_ROW], [6], scalars={"loss": [1.5]})
     assert loss() == 1.5
+
+
+def test_a_loss_that_many_ranks_log_now_and_then_stays(client: Any, app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is a row of each rank and step, and the newest of them are of less steps the more ranks there are."""
+    monkeypatch.setattr(metrics, "CACHE_S", 0.0)
+    monkeypatch.setattr(run_metrics, "NEWEST_ROWS", 4)
+    monkeypatch.setattr(run_metrics, "LATE_STEPS", 8)
+
+    def loss() -> float | None:
+        return samples(client.get("/metrics").text).get(("fp8watch_loss", (("run", "run-1"),)))
+
+    ranks = [Agent(client, session=f"{rank}" * 32, rank=rank).register([UP_ROW]) for rank in range(4)]
+    for first, logged in ((1, 2.5), (9, None), (17, 1.5)):  # a loss at the first step of eight
+        for rank, agent in enumerate(ranks):
+            scalars = {"lr": [1.0] * 8}
+            if rank == 3 and logged is not None:
+                agent.send([UP_ROW], [first], scalars={"lr": [1.0], "loss": [logged]})
+                agent.send([UP_ROW], list(range(first + 1, first + 8)), scalars={"lr": [1.0] * 7})
+            else:
+                agent.send([UP_ROW], list(range(first, first + 8)), scalars=scalars)
+            if first == 1 and agent is ranks[0]:
+                assert loss() is None
+        for _ in range(2):
+            assert loss() == (2.5 if first < 17 else 1.5)
 
 
 def test_it_is_made_at_most_every_five_seconds(filled: Agent, monkeypatch: pytest.MonkeyPatch) -> None:

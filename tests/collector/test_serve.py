@@ -17,9 +17,9 @@ import httpx
 import pytest
 from collector.kit import Agent, Serving, make_site
 
-from fp8watch_server.cli import main
+from fp8watch_server.cli import main, tell_of_links
 from fp8watch_server.http import probe
-from fp8watch_server.settings import SETTINGS
+from fp8watch_server.settings import SETTINGS, Settings
 
 SITE = make_site("up")
 SERVER = Path(probe.__file__).parents[2]
@@ -207,3 +207,14 @@ def test_it_starts_a_postgresql_of_its_own(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("environ")
 def test_a_postgresql_of_its_own_and_another_database_are_one_too_many(capsys: pytest.CaptureFixture[str]) -> None:
     assert "keep one of them" in refusal(capsys, "--pg")
+
+
+@pytest.mark.parametrize(
+    ("host", "given", "told"),
+    [("0.0.0.0", "", True), ("0.0.0.0", "https://watch.example", False), ("127.0.0.1", "", False)],
+)
+def test_where_links_lead_is_said_where_it_is_the_name_of_a_machine(
+    host: str, given: str, told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    tell_of_links(Settings(database_url="sqlite://", host=host, public_url=given), "http://pod-7:8420")
+    assert ["FP8WATCH_PUBLIC_URL" in r.getMessage() for r in caplog.records] == [True] * told

@@ -5,7 +5,7 @@ from __future__ import annotations
 OPTIONS = ["__text", "__value"]
 EVENTS = ["time", "text", "tags"]
 LONG = ["time", "metric", "value"]
-SITE = ["tile_sqnr_db", "underflow_ratio", "clip_depth", "amax_max"]
+SITE = ["format", "tile_sqnr_db", "sqnr_room_db", "underflow_ratio", "clip_depth", "amax_max"]
 
 COLUMNS: dict[str, list[str]] = {
     "run: Status A": ["status"],
@@ -36,8 +36,17 @@ COLUMNS: dict[str, list[str]] = {
     "run: Loss scale over steps A": ["step", "loss_scale"],
     "run: Loss over time A": ["time", "loss"],
     "run: Worst sites now A": [
-        *("label", "last_step", "tile_sqnr_db", "underflow_ratio", "amax_max", "scale_inv_min", "scale_inv_max"),
-        *("num_nonfinite", "num_sentinel_tiles", "num_saturated", "site"),
+        *(
+            "label",
+            "last_step",
+            "format",
+            "tile_sqnr_db",
+            "sqnr_room_db",
+            "underflow_ratio",
+            "amax_max",
+            "scale_inv_min",
+        ),
+        *("scale_inv_max", "num_nonfinite", "num_sentinel_tiles", "num_saturated", "site"),
     ],
     "run: Ranks and their agents A": [
         *("rank", "attempt", "host", "backend", "last_seen_at", "ended", "overhead_ratio", "produced", "acknowledged"),

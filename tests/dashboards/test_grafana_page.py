@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +14,7 @@ import sqlalchemy as sa
 from support.database import fresh_database
 
 from dashboards import boards
+from fp8watch_server.db import schema as t
 from fp8watch_server.db.dialect import make_engine
 
 PAGE = Path(__file__).parents[2] / "docs" / "grafana.md"
@@ -70,3 +75,16 @@ if __name__ == "__main__":
         pattern = rf"(<!-- {mark} -->\n).*?(<!-- /{mark} -->)"
         page = re.sub(pattern, lambda m, rows=rows: f"{m[1]}\n{rows}\n\n{m[2]}", page, flags=re.S)  # type: ignore[misc]
     PAGE.write_text(page)
+
+
+def test_the_token_that_the_page_gives_prometheus_is_whole(tmp_path: Path) -> None:
+    """The page's line, with a shell's pipe and all, in place of docker compose a command of this machine."""
+    (line,) = [line for line in PAGE.read_text().splitlines() if "token create prometheus" in line]
+    ours = f"{sys.executable} -m fp8watch token"
+    line = line.replace("docker compose exec -T collector fp8watch token", ours).replace("secrets/", f"{tmp_path}/")
+    env = {**os.environ, "FP8WATCH_DATABASE_URL": f"sqlite:///{tmp_path / 'x.db'}"}
+    subprocess.run(line, shell=True, check=True, capture_output=True, timeout=60, env=env)
+    with make_engine(env["FP8WATCH_DATABASE_URL"]).connect() as conn:
+        (known,) = conn.execute(sa.select(t.token.c.token_sha256)).scalars()
+    token = (tmp_path / "metrics_token").read_text().strip()
+    assert hashlib.sha256(token.encode()).hexdigest() == known

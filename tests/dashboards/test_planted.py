@@ -1,12 +1,16 @@
-"""Mistakes planted into the dashboards, each with the test that has to see it."""
+"""Mistakes planted into the dashboards and into /metrics, each with the test that has to see it."""
 
 from __future__ import annotations
 
 import copy
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+from dashboards.bugs import BUGS
+from support.planted import Bug, all_fit, seen_to_fail
 
 from dashboards import boards, test_boards
 
@@ -105,3 +109,15 @@ def test_a_planted_mistake_is_seen(
     plant(board)
     with pytest.raises((AssertionError, KeyError)):
         see(board)
+
+
+def test_what_is_broken_on_purpose_still_fits_the_code() -> None:
+    all_fit(BUGS)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("bug", BUGS, ids=str)
+def test_it_is_seen(tree: Path, bug: Bug) -> None:
+    if "test_promtool" in bug.test and shutil.which("promtool") is None:
+        pytest.skip("promtool is not here")
+    seen_to_fail(tree, bug)

@@ -86,6 +86,18 @@ def test_a_rule_names_metrics_and_labels_that_are_there(rule: dict[str, Any], ex
     assert asked <= labels, asked - labels
 
 
+def test_a_critical_alert_holds_back_the_warnings_of_its_module_alone() -> None:
+    """For Alertmanager a label that both lack is equal: neither a run's other warnings nor the collector's go with it."""
+    (inhibition,) = yaml.safe_load((FOLDER / "alertmanager.yml").read_text())["inhibit_rules"]
+    assert set(inhibition["equal"]) == {"run", "module"}
+    for side, severity in (("source_matchers", "critical"), ("target_matchers", "warning")):
+        assert set(inhibition[side]) == {f'severity="{severity}"', 'module=~".+"'}
+    of_layers = [r for r in RULES if "$labels.layer" in r["annotations"]["summary"]]
+    assert {r["labels"]["severity"] for r in of_layers} == {"critical", "warning"}
+    for rule in RULES:
+        assert rule["labels"].get("module") == ("{{ $labels.layer }}" if rule in of_layers else None)
+
+
 @pytest.mark.parametrize("rule", RULES, ids=lambda r: r["alert"])
 def test_a_rule_leads_to_a_runbook(rule: dict[str, Any]) -> None:
     told = rule["annotations"]
@@ -108,6 +120,5 @@ def test_grafanas_rules_are_made_out_of_these() -> None:
     assert max(len(r["uid"]) for r in rules) <= 40
     for rule, original in zip(rules, RULES, strict=True):
         assert original["expr"] in rule["data"][0]["model"]["expr"]
-        assert rule["notification_settings"] == {"receiver": "$FP8WATCH_CONTACT_POINT"}
-        for text in rule["annotations"].values():
+        for text in (*rule["annotations"].values(), *rule["labels"].values()):
             assert not re.search(r"(?<!\$)\$(?!\$|FP8WATCH_)", text), "Grafana would take this for a variable"

@@ -8,6 +8,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import yaml
+from benchmarks import capacity
 
 from fp8watch.cli import main
 from fp8watch_agent.record import FIELDS, Measured, StepPresent, TileFlag
@@ -38,6 +39,21 @@ def test_links_between_pages_resolve():
             if not (page.parent / target).exists():
                 wrong.append((page.name, target))
     assert wrong == []
+
+
+def test_the_page_of_examples_shows_every_example() -> None:
+    """A line that is no snippet stands on the page as it is, and nobody who builds it is told."""
+    shown = re.findall(r'^--8<-- "examples/(\w+\.py)"$', (DOCS / "examples.md").read_text(), re.M)
+    assert sorted(shown) == sorted(path.name for path in (DOCS.parent / "examples").glob("*.py"))
+
+
+def test_the_capacity_model_stands_on_its_page_as_it_is_computed() -> None:
+    """And keeps the scalars of every rank for a day, as retention does: a month of them is of one rank."""
+    written = (DOCS / "scale.md").read_text().split("<!-- capacity -->\n")[1].split("\n<!-- /capacity -->")[0]
+    assert written == capacity.page(written.rpartition("|\n\n")[2])
+    small, large = (capacity.of_fleet(n) for n in (1_000, 100_000))
+    kept = "GB stored: a month of scalars of one rank"
+    assert small[kept] == large[kept] < 1
 
 
 def test_files_that_pages_name_exist() -> None:

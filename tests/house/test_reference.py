@@ -53,7 +53,7 @@ def _rows(parser: argparse.ArgumentParser, prefix: str = "") -> Iterator[tuple[s
                 action.metavar if isinstance(action.metavar, str) else action.dest.upper()
             )
             text = (action.help or "").replace("%(default)s", str(action.default))
-            text = re.sub(r"(?<![: ]) *\[FP8WATCH_\w+( or \w+)?\]| *\(default: [^()]*/[^()]*\)", "", text)
+            text = re.sub(r" *\(default: [^()]*/[^()]*\)", "", text)
             choices = f"one of {', '.join(map(str, action.choices))}" if action.choices else ""
             yield f"{prefix}{shown}", "; ".join(t for t in (text, choices) if t).replace("|", "\\|")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,23 @@ def test_after_a_day_the_roll_up_is_left_and_says_the_same(feed: Feed) -> None:
     with feed.engine.connect() as conn:
         assert queries.series(conn, "run-1", UP.id, "amax_max", rank=1)["steps"] == []
     assert prune(feed.engine, Policy(), feed.now + DAY).num_cells_to_rollup == 0  # once more does nothing
+
+
+def test_a_loss_that_rank_0_does_not_have_stays_and_so_does_a_step_that_broke_on_another(feed: Feed) -> None:
+    """Of a pipeline the last stage has the loss."""
+    for rank, num in ((0, 300), (1, 300), (2, 300)):
+        loss = [math.nan if rank == 2 and step == 7 else 2.0 for step in range(num)]
+        scalars = {"lr": [0.1] * num} | ({"loss": loss} if rank else {})
+        feed.send(feed.agent(rank=rank), list(range(num)), scalars=scalars)
+    feed.compact(everything=True)
+    for _ in range(2):
+        prune(feed.engine, Policy(), feed.now + DAY)
+        c = t.scalar.c
+        with feed.engine.connect() as conn:
+            kept = conn.execute(sa.select(c.step, c.rank, c.loss_class).order_by(c.step, c.rank)).all()
+        assert [step for step, rank, kind in kept if rank == 1 and kind == 0] == list(range(300))
+        assert [(step, kind) for step, rank, kind in kept if rank == 2] == [(7, 1)]
+        assert len(kept) == 2 * 300 + 1
 
 
 def test_of_one_rank_nothing_goes_after_a_day(feed: Feed) -> None:

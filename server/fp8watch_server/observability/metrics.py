@@ -1,16 +1,14 @@
 """Prometheus /metrics: read from the database, cached, with a bounded number of series.
 
-Upstream:   fp8watch_server.store.totals (table site_total)
+Upstream:   fp8watch_server.observability.site_metrics
 Shapes:     rows -> metric families of prometheus_client
 Thread:     query pool
 
-Tile, step and rank are never labels. NaN and Inf are exported as such. `layer` is the module; of the two directions of
-an operand, which hold the same elements, the worse one is exported.
+Tile, step and rank are never labels. NaN and Inf are exported as such.
 """
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -33,46 +31,18 @@ from fp8watch_server.db import schema as t
 from fp8watch_server.db.moves_under_way import moves_under_way
 from fp8watch_server.db.shards import Shards
 from fp8watch_server.ingest.ingest_stats import IngestStats
+from fp8watch_server.observability import run_metrics, site_metrics
+from fp8watch_server.observability.series_budget import SeriesBudget
 from fp8watch_server.otlp.client import EXPORTS
-from fp8watch_server.store.fields import SERIES_FIELDS
-from fp8watch_server.store.incident_states import FALSE_ALARM
+from fp8watch_server.store.run_list import alive
 
 CACHE_S = 5.0
 MAX_SERIES = 10_000
 MAX_RUNS = 200
-NEWEST_STEPS, NEWEST_ROWS = 2048, 16_384
-"""Of a run: how far back its newest loss is looked for."""
 FORGET_RUN_AFTER_S = 86_400.0
 """A run that has been silent for a day leaves /metrics."""
-
-COUNTERS = {
-    "num_nonfinite": ("fp8watch_nonfinite_elements", "NaN and Inf before the cast"),
-    "num_saturated": ("fp8watch_saturated_elements", "Elements that were clipped"),
-    "num_sentinel_tiles": ("fp8watch_sentinel_tiles", "Tiles whose amax is Inf, so that their scale was forced to 1"),
-}
-GAUGES = {
-    "underflow_ratio": ("fp8watch_underflow_ratio", "Non-zero elements that became 0, newest step"),
-    "amax_max": ("fp8watch_amax_max", "Largest tile amax, newest step"),
-    "scale_inv_max": ("fp8watch_scale_inv_max", "Largest scale_inv of a tile, newest step"),
-    "scale_inv_min": ("fp8watch_scale_inv_min", "Smallest scale_inv of a tile, newest step"),
-    "tile_sqnr_db": ("fp8watch_tile_sqnr_db", "SQNR of the tiles in dB, newest step"),
-}
-_OF_CLASS = {1: math.nan, 2: math.inf, 3: -math.inf}
-
-
-class _Budget:
-    """Number of series that may still be written."""
-
-    def __init__(self, num_series: int) -> None:
-        self.left = num_series
-        self.dropped = 0
-
-    def take(self, count: int = 1) -> bool:
-        if count > self.left:
-            self.dropped += count
-            return False
-        self.left -= count
-        return True
+OVER_AFTER_S = 3600.0
+"""A run that has been silent for an hour is over: a job that was killed does not say so."""
 
 
 class FleetCollector(Collector):
@@ -82,6 +52,7 @@ class FleetCollector(Collector):
         self._shards = shards
         self._stats = stats
         self._clock = clock
+        self._scalars = run_metrics.NewestScalars()
         self._num_dropped = 0  # since this process started: a counter must not decrease
 
     def describe(self) -> Iterable[Metric]:
@@ -90,7 +61,7 @@ class FleetCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """All metric families."""
-        budget = _Budget(MAX_SERIES - 100)  # the rest is reserved for the collector's own metrics
+        budget = SeriesBudget(MAX_SERIES - 100)  # the rest is reserved for the collector's own metrics
         with self._shards.connections() as everywhere:
             yield from _merged(metric for conn in everywhere.conns for metric in self._runs(conn, budget))
             yield from _merged(metric for conn in everywhere.conns for metric in _notifications(conn))
@@ -105,12 +76,14 @@ class FleetCollector(Collector):
         dropped.add_metric([], self._num_dropped)
         yield dropped
 
-    def _runs(self, conn: Connection, budget: _Budget) -> Iterable[Metric]:
+    def _runs(self, conn: Connection, budget: SeriesBudget) -> Iterable[Metric]:
         r = t.run.c
+        goes_on = sa.case((r.run_id.in_(sa.select(t.session.c.run_id).where(*alive())), 1), else_=0).label("goes_on")
         runs = conn.execute(
-            sa.select(t.run)
+            sa.select(t.run, goes_on)
             .where(r.tenant == t.DEFAULT_TENANT, r.last_seen_at > self._clock() - FORGET_RUN_AFTER_S)
-            .order_by(r.last_seen_at.desc())
+            # In an order that does not change with each batch: series that come and go look like counters that jump.
+            .order_by(goes_on.desc(), r.created_at.desc(), r.run_id)
             .limit(MAX_RUNS)
         ).all()
         info = InfoMetricFamily("fp8watch_run", "Facts of a run", labels=["run"])
@@ -118,22 +91,28 @@ class FleetCollector(Collector):
         seen = GaugeMetricFamily(
             "fp8watch_run_last_seen_timestamp_seconds", "When the collector last heard of the run", labels=["run"]
         )
+        running = GaugeMetricFamily(
+            "fp8watch_run_running",
+            "1 while the run goes on, 0 once its ranks have ended or it has been silent for an hour",
+            labels=["run"],
+        )
         kept_rows: list[Any] = []
         for row in runs:
-            if not budget.take(3):
+            if not budget.take(4):
                 continue
             kept_rows.append(row)
             facts = {"recipe": row.recipe, "format": _format(conn, row.run_id), "backend": row.backend}
             info.add_metric([row.run_id], facts)
             seen.add_metric([row.run_id], row.last_seen_at)
+            running.add_metric([row.run_id], float(row.goes_on and row.last_seen_at > self._clock() - OVER_AFTER_S))
             if row.last_step is not None:
                 step.add_metric([row.run_id], row.last_step)
-        yield from (info, step, seen)
+        yield from (info, step, seen, running)
         kept = [row.run_id for row in kept_rows]
-        yield from _scalars(conn, kept_rows, budget)
-        yield from _incidents(conn, kept, budget)
-        yield from _agents(conn, kept, budget)
-        yield from _sites(conn, kept, budget)
+        yield from self._scalars.families(conn, kept_rows, budget)
+        yield from run_metrics.incidents(conn, kept, budget)
+        yield from run_metrics.agents(conn, kept, budget)
+        yield from site_metrics.sites(conn, kept, budget)
 
     def _own(self) -> Iterable[Metric]:
         batches = CounterMetricFamily(
@@ -168,136 +147,6 @@ def _format(conn: Connection, run_id: str) -> str:
         sa.select(c.format).where(c.run_id == run_id, c.tenant == t.DEFAULT_TENANT).distinct().order_by(c.format)
     ).scalars()
     return "+".join(formats)
-
-
-def _scalars(conn: Connection, runs: list[Any], budget: _Budget) -> Iterable[Metric]:
-    c = t.scalar.c
-    for name, text in (("loss", "Newest loss, mean over ranks"), ("grad_norm", "Newest norm of the gradient")):
-        family = GaugeMetricFamily(f"fp8watch_{name}", text, labels=["run"])
-        kind = c[f"{name}_class"]
-        for run in runs:
-            if run.last_step is None:
-                continue
-            of_run = (c.run_id == run.run_id, c.tenant == t.DEFAULT_TENANT, c.attempt == run.last_step_attempt)
-            near = c.step.between(run.last_step - NEWEST_STEPS + 1, run.last_step)
-            last = sa.select(c.step, kind.label("kind")).where(*of_run, near)
-            rows_of_last = last.order_by(c.step.desc()).limit(NEWEST_ROWS).subquery()
-            given = rows_of_last.c.kind.is_not(None)
-            step = conn.execute(sa.select(sa.func.max(rows_of_last.c.step)).where(given)).scalar()
-            if step is None or not budget.take():
-                continue
-            rows = conn.execute(sa.select(c[name], kind).where(*of_run, c.step == step, kind.is_not(None)))
-            values = [value if cls == 0 else _OF_CLASS[cls] for value, cls in rows]
-            family.add_metric([run.run_id], math.fsum(values) / len(values) if _summable(values) else sum(values))
-        yield family
-
-
-def _summable(values: list[float]) -> bool:
-    return all(math.isfinite(v) and abs(v) < 1e300 for v in values)
-
-
-def _incidents(conn: Connection, run_ids: list[str], budget: _Budget) -> Iterable[Metric]:
-    c = t.incident.c
-    labels = ["run", "mode", "severity"]
-    opened = GaugeMetricFamily("fp8watch_incidents_open", "Incidents that are not resolved", labels=labels)
-    total = CounterMetricFamily("fp8watch_incidents", "Incidents that were ever opened", labels=labels)
-    unresolved = sa.func.sum(sa.case((c.status != "resolved", 1), else_=0))
-    rows = conn.execute(
-        sa.select(c.run_id, c.mode, c.severity, sa.func.count(), unresolved)
-        .where(c.run_id.in_(run_ids), c.tenant == t.DEFAULT_TENANT)
-        .group_by(c.run_id, c.mode, c.severity)
-    )
-    for run_id, mode, severity, num, num_open in rows:
-        if budget.take(2):
-            opened.add_metric([run_id, mode, severity], num_open)
-            total.add_metric([run_id, mode, severity], num)
-    false = GaugeMetricFamily("fp8watch_false_alarms", "Incidents that people marked as false alarms", labels=labels)
-    marked = conn.execute(
-        sa.select(c.run_id, c.mode, c.severity, sa.func.count())
-        .where(c.run_id.in_(run_ids), c.tenant == t.DEFAULT_TENANT, c.closed_as == FALSE_ALARM)
-        .group_by(c.run_id, c.mode, c.severity)
-    )
-    for run_id, mode, severity, num in marked:
-        if budget.take():
-            false.add_metric([run_id, mode, severity], num)
-    yield from (opened, total, false)
-
-
-def _agents(conn: Connection, run_ids: list[str], budget: _Budget) -> Iterable[Metric]:
-    c = t.session.c
-    dropped = CounterMetricFamily(
-        "fp8watch_agent_dropped_records", "Records that agents gave up", labels=["run", "reason"]
-    )
-    overhead = GaugeMetricFamily(
-        "fp8watch_agent_overhead_ratio",
-        "Share of step time that the watch times of itself, a lower bound, worst rank",
-        labels=["run"],
-    )
-    by_reason: dict[tuple[str, str], float] = {}
-    worst: dict[str, float] = {}
-    rows = conn.execute(
-        sa.select(c.run_id, c.health).where(c.run_id.in_(run_ids), c.tenant == t.DEFAULT_TENANT, c.health.is_not(None))
-    )
-    for run_id, health in rows:
-        for name, value in (health or {}).items():
-            number = float(value)
-            if name.startswith("dropped_"):
-                key = (run_id, name.removeprefix("dropped_")[:100])
-                by_reason[key] = by_reason.get(key, 0.0) + number
-            elif name == "overhead_ratio":
-                worst[run_id] = _worse_gauge(worst.get(run_id), number, "max")
-    for key, number in sorted(by_reason.items()):
-        if budget.take():
-            dropped.add_metric(list(key), number)
-    for run_id, number in worst.items():
-        if budget.take():
-            overhead.add_metric([run_id], number)
-    yield from (dropped, overhead)
-
-
-def _worse_gauge(a: float | None, b: float, worst: str) -> float:
-    if a is None or math.isnan(b):
-        return b
-    if math.isnan(a):
-        return a
-    return min(a, b) if worst == "min" else max(a, b)
-
-
-def _sites(conn: Connection, run_ids: list[str], budget: _Budget) -> Iterable[Metric]:
-    labels = ["run", "layer", "operand"]
-    counters = {f: CounterMetricFamily(name, text, labels=labels) for f, (name, text) in COUNTERS.items()}
-    gauges = {f: GaugeMetricFamily(name, text, labels=labels) for f, (name, text) in GAUGES.items()}
-    s, total = t.site.c, t.site_total.c
-    same_site = sa.and_(s.run_id == total.run_id, s.tenant == total.tenant, s.site == total.site)
-    for i, run_id in enumerate(run_ids):
-        if budget.left < len(COUNTERS):  # no layer fits any more
-            of_rest = (s.run_id.in_(run_ids[i:]), s.tenant == t.DEFAULT_TENANT)
-            layers = sa.select(s.run_id, s.module, s.operand).join(t.site_total, same_site).where(*of_rest).distinct()
-            num_layers = conn.execute(sa.select(sa.func.count()).select_from(layers.subquery())).scalar_one()
-            budget.dropped += num_layers * (len(COUNTERS) + len(GAUGES))
-            break
-        rows = conn.execute(
-            sa.select(s.module, s.operand, t.site_total)
-            .join(t.site_total, same_site)
-            .where(s.run_id == run_id, s.tenant == t.DEFAULT_TENANT)
-            .order_by(s.flow_order)
-        )
-        found: dict[tuple[str, str], dict[str, float]] = {}
-        for row in rows:
-            values = found.setdefault((row.module, row.operand), {})
-            for name in COUNTERS:
-                values[name] = max(values.get(name, 0.0), float(getattr(row, name)))
-            for name, value in row.newest.items():
-                if name in GAUGES:
-                    values[name] = _worse_gauge(values.get(name), float(value), SERIES_FIELDS[name].worst)
-        for (module, operand), values in found.items():
-            if not budget.take(len(values)):
-                continue
-            for name, number in values.items():
-                family: Any = counters.get(name) or gauges[name]
-                family.add_metric([run_id, module, operand], number)
-    yield from counters.values()
-    yield from gauges.values()
 
 
 def _notifications(conn: Connection) -> Iterable[Metric]:

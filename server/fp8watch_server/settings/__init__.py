@@ -96,7 +96,8 @@ class Settings:
         v.HttpUrl,
         Setting(
             "FP8WATCH_PUBLIC_URL",
-            "address under which people reach the pages, for links in messages; default: the address listened on",
+            "address under which people reach the pages, for links in messages; default: the address listened on, "
+            "of 0.0.0.0 the name of the machine",
         ),
     ] = ""
     slack_webhook_url: Annotated[

@@ -1,6 +1,6 @@
 """Retention: detail per rank is deleted after a day, blocks by the run's policy; incidents keep theirs.
 
-Shapes:     a policy -> cells of which less is left: the roll-up, or the summary and the scalars
+Shapes:     a policy -> cells of which less is left: the roll-up, or the summary; and of each step the scalars of one rank
 Thread:     compactor, `fp8watch prune`
 """
 
@@ -171,6 +171,8 @@ def _drop(engine: Engine, cell: Any, kept: int, goes: Sequence[list[int]], crash
     left, num_bytes = [list(source) for source in cell.sources], cell.num_bytes
     mark = mark_of(left)
     left += [mark] if mark is not None and mark not in left else []
+    with engine.connect() as conn:
+        told = _told_by(conn, cell)
     try:
         with writing(engine) as conn:
             touch(conn, cell, kept=kept, sources=sorted(left))
@@ -185,7 +187,7 @@ def _drop(engine: Engine, cell: Any, kept: int, goes: Sequence[list[int]], crash
                 touch(conn, _At(cell, revision), sources=left, num_bytes=num_bytes)
                 _delete_blocks(conn, cell, attempt, rank)
                 if rank > 0:
-                    _delete_steps(conn, cell, attempt, rank)
+                    _delete_steps(conn, cell, attempt, rank, told.get((attempt, rank), set()))
                 crash("prune.source")
             revision += 1
         if kept == t.KEPT_SUMMARY:
@@ -196,16 +198,43 @@ def _drop(engine: Engine, cell: Any, kept: int, goes: Sequence[list[int]], crash
     crash("prune.done")
 
 
-def _delete_steps(conn: Connection, cell: Any, attempt: int, rank: int) -> None:
-    """Rank 0's scalars stay, for SQL; those over ranks are in the cell's scalar_block. Of each logged name its first rank stays."""
+def _delete_steps(conn: Connection, cell: Any, attempt: int, rank: int, told: set[int]) -> None:
+    """Of a step the scalars of one rank stay, for SQL; those over ranks are in the cell's scalar_block. Of each logged name its first
+    rank stays.
+
+    Args:
+        told: steps that this rank tells.
+    """
     lower = t.logged.alias("lower")
     of_name = (lower.c[column] == t.logged.c[column] for column in ("run_id", "tenant", "name", "attempt"))
     first = sa.select(sa.func.min(lower.c.rank)).where(*of_name).scalar_subquery()
-    for table, more in ((t.scalar, ()), (t.logged, (t.logged.c.rank > first,))):
+    for table, goes in ((t.scalar, ~t.scalar.c.step.in_(sorted(told))), (t.logged, t.logged.c.rank > first)):
         c = table.c
         source = (c.run_id == cell.run_id, c.tenant == cell.tenant, c.attempt == attempt, c.rank == rank)
-        steps = (c.step >= cell.step0, c.step < cell.step0 + t.BLOCK_STEPS)
-        conn.execute(sa.delete(table).where(*source, *steps, *more))
+        conn.execute(sa.delete(table).where(*source, *_of_cell(table, cell), goes))
+
+
+def _of_cell(table: sa.Table, cell: Any) -> tuple[sa.ColumnElement[bool], ...]:
+    """Rows of the steps of a cell."""
+    return (table.c.step >= cell.step0, table.c.step < cell.step0 + t.BLOCK_STEPS)
+
+
+def _told_by(conn: Connection, cell: Any) -> dict[tuple[int, int], set[int]]:
+    """(attempt, rank) -> steps whose scalars no lower rank tells.
+
+    Not every rank has a loss (of a pipeline the last stage alone), and not every rank breaks.
+    """
+    s = t.scalar.c
+    telling = (s.loss_class.is_not(None), sa.or_(s.loss_class > 0, s.grad_norm_class > 0), s.status != 0)
+    first = [sa.func.min(sa.case((tells, s.rank))) for tells in telling]
+    found: dict[tuple[int, int], set[int]] = {}
+    of_run = (s.run_id == cell.run_id, s.tenant == cell.tenant)
+    query = sa.select(s.attempt, s.step, *first).where(*of_run, *_of_cell(t.scalar, cell))
+    for attempt, step, *ranks in conn.execute(query.group_by(s.attempt, s.step)):
+        for rank in ranks:
+            if rank is not None:
+                found.setdefault((attempt, rank), set()).add(step)
+    return found
 
 
 class _At:

@@ -116,7 +116,7 @@ def find_over(
 def _status(now: float) -> sa.ColumnElement[str]:
     r, s = t.run.c, t.session.c
     # `IN` and no join: a database that has no statistics of the tables yet reads each of them once all the same
-    goes_on = r.run_id.in_(sa.select(s.run_id).where(*_alive()))
+    goes_on = r.run_id.in_(sa.select(s.run_id).where(*alive()))
     return sa.case(
         (sa.and_(r.attempt > 0, ~goes_on), "ended"),
         (r.last_seen_at < now - STALLED_AFTER_S, "stalled"),
@@ -130,7 +130,7 @@ def _need(status: sa.ColumnElement[str]) -> sa.ColumnElement[int]:
     def some(*where: sa.ColumnElement[bool]) -> sa.ColumnElement[bool]:
         return r.run_id.in_(sa.select(i.run_id).where(i.tenant == t.DEFAULT_TENANT, asks(), *where))
 
-    stuck = r.run_id.in_(sa.select(s.run_id).where(*_alive(), s.rank == 0, _no_step_ended() != ""))
+    stuck = r.run_id.in_(sa.select(s.run_id).where(*alive(), s.rank == 0, _no_step_ended() != ""))
     critical = i.severity == "critical"
     return sa.case(
         (some(i.status == "open", critical), CRITICAL_OPEN),
@@ -143,7 +143,7 @@ def _need(status: sa.ColumnElement[str]) -> sa.ColumnElement[int]:
     )
 
 
-def _alive() -> list[sa.ColumnElement[bool]]:
+def alive() -> list[sa.ColumnElement[bool]]:
     """Sessions that have not ended, and are the newest of their rank."""
     s, later = t.session.c, t.session.alias().c
     newer = sa.select(sa.literal(1)).where(
@@ -160,7 +160,7 @@ def _no_step_ended() -> sa.ColumnElement[str]:
 def _reasons(conn: Connection, run_ids: list[str]) -> dict[str, str]:
     """Run -> why none of its steps ends, as its rank 0 says."""
     s = t.session.c
-    rows = conn.execute(sa.select(s.run_id, _no_step_ended()).where(s.run_id.in_(run_ids), s.rank == 0, *_alive()))
+    rows = conn.execute(sa.select(s.run_id, _no_step_ended()).where(s.run_id.in_(run_ids), s.rank == 0, *alive()))
     return {run_id: reason or "" for run_id, reason in rows}
 
 

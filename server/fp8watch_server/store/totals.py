@@ -1,7 +1,7 @@
 """Running totals and newest values of every site, so that /metrics never opens a body.
 
 Upstream:   fp8watch_server.pipeline.detect_worker
-Downstream: fp8watch_server.observability.metrics (table site_total)
+Downstream: fp8watch_server.observability.site_metrics (table site_total)
 Shapes:     batches of one run -> one site_total row per site
 Thread:     detect worker, in the transaction that marks the batches
 """
