@@ -68,7 +68,7 @@ BUGS = [
     ),
     Bug(
         "tiles of a failure are of its own attempt",
-        "store.tile_maps:tile_map",
+        "store.tile_maps:kept_map",
         "sa.case((m.attempt == attempt, 0), else_=1), ",
         "",
         f"{T}/test_done_again.py::test_its_tiles_are_those_of_its_own_attempt",
