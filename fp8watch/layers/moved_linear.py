@@ -32,9 +32,9 @@ def is_moved(module: nn.Module) -> bool:
     return known is not None and first is not None and first.device != known and first.device.type != "meta"
 
 
-def as_before(module: nn.Linear, x: Tensor, number: int) -> Tensor:
+def as_before(module: nn.Linear, x: Tensor, weight: Tensor, number: int) -> Tensor:
     """The output of a Linear that is moved, whose site stands for `number`."""
-    y = F.linear(x, module.weight, module.bias)
+    y = F.linear(x, weight, module.bias)
     if module.training:
         note_unseen(y, number)
     return y

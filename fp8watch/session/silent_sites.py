@@ -190,7 +190,7 @@ class Silence:
                 found[fqn] = REPLICATED
             elif is_moved(module):
                 found[fqn] = MOVED.format(now=next(module.parameters()).device, then=module.__dict__[DEVICE_KEY])
-            elif fqn not in found and SITE_KEY in module.__dict__ and is_dtensor(getattr(module, "weight", None)):
+            elif fqn not in found and SITE_KEY in module.__dict__ and is_dtensor(module._parameters.get("weight")):
                 found[fqn] = SHARDED
         return {name: found[name] for name in silent if name in found}
 
