@@ -42,7 +42,7 @@ from fp8watch.layers.custom_ops import (
 from fp8watch.layers.double_backward import apply_packed, once_only, packed_by
 from fp8watch.layers.impact_rows import take_impact
 from fp8watch.layers.local_part import is_dtensor
-from fp8watch.layers.moved_linear import DEVICE_KEY, REPLICATED_KEY, as_before, is_moved, note_unseen, without_site
+from fp8watch.layers.moved_linear import DEVICE_KEY, MARKS, as_before, is_moved, note_unseen, without_site
 from fp8watch.layers.observe_linear import observe, observe_forward, rests
 from fp8watch.layers.parameter_trail import linear_in_fp8, num_modes
 from fp8watch.layers.saved_operands import dequantize_kept, quantize_for_backward
@@ -60,7 +60,7 @@ SCALED_KEY = "_fp8watch_scaled"
 GEMMS_KEY = "_fp8watch_gemms"
 COMPUTES_KEY = "_fp8watch_computes"
 NUMBER_KEY = "_fp8watch_number"
-KEYS = (SITE_KEY, NUMBER_KEY, OBSERVE_KEY, LAYOUT_KEY, SCALED_KEY, GEMMS_KEY, COMPUTES_KEY, DEVICE_KEY, REPLICATED_KEY)
+KEYS = (SITE_KEY, NUMBER_KEY, OBSERVE_KEY, LAYOUT_KEY, SCALED_KEY, GEMMS_KEY, COMPUTES_KEY, *MARKS)
 
 Three = tuple[bool, bool, bool]
 
@@ -351,7 +351,7 @@ def observed(module: nn.Linear, x: Tensor, weight: Tensor, y: Tensor, site: Tens
         observe_forward(x, weight, y, site)
         return y
     if is_dtensor(weight) or is_dtensor(y):
-        note_unseen(y, module.__dict__[NUMBER_KEY])
+        note_unseen(module, y, module.__dict__[NUMBER_KEY], sharded=True)
         return y
     grad = torch.is_grad_enabled()
     wgrad = weight.requires_grad and grad

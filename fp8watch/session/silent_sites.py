@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fp8watch.layers.fp8_linear import SITE_KEY
 from fp8watch.layers.local_part import is_dtensor
-from fp8watch.layers.moved_linear import DEVICE_KEY, REPLICATED_KEY, is_moved
+from fp8watch.layers.moved_linear import DEVICE_KEY, REPLICATED_KEY, UNSEEN_KEY, is_moved
 from fp8watch.selection.flop_coverage import MUCH, percent
 from fp8watch.selection.own_parameters import LEARNED_ARRAYS
 from fp8watch.selection.wrappers import named_modules
@@ -188,9 +188,9 @@ class Silence:
                 continue
             if REPLICATED_KEY in module.__dict__:
                 found[fqn] = REPLICATED
-            elif is_moved(module):
+            elif is_moved(module) and (UNSEEN_KEY in module.__dict__ or not is_dtensor(next(module.parameters()))):
                 found[fqn] = MOVED.format(now=next(module.parameters()).device, then=module.__dict__[DEVICE_KEY])
-            elif fqn not in found and SITE_KEY in module.__dict__ and is_dtensor(module._parameters.get("weight")):
+            elif fqn not in found and module.__dict__.get(UNSEEN_KEY):
                 found[fqn] = SHARDED
         return {name: found[name] for name in silent if name in found}
 
