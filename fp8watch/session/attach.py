@@ -9,7 +9,6 @@ elsewhere, torch.compile, DDP and state_dict do not notice.
 
 from __future__ import annotations
 
-import sys
 import uuid
 from collections.abc import Sequence
 
@@ -53,6 +52,7 @@ from fp8watch.session.watch import Watch
 from fp8watch_agent.guard import Guard
 from fp8watch_agent.roles import TIED
 from fp8watch_agent.settings import AgentSettings
+from fp8watch_agent.standard_error import tell
 
 
 def attach(
@@ -142,7 +142,7 @@ def attach(
 
     def say(text: str) -> None:
         if identity.rank == 0:
-            sys.stderr.write(f"fp8watch: {text}\n")
+            tell(text)
 
     earlier = run_again.before(model) if settings.disabled != "1" else None
     identity, start_step = run_again.goes_on(earlier, identity, start_step)
