@@ -7,7 +7,6 @@ import copy
 
 import pytest
 import torch
-from attach.test_edges import Factored
 from torch import nn
 from torch.nn.utils import parametrizations as given
 from torch.nn.utils import parametrize
@@ -34,6 +33,18 @@ class Doubles(nn.Linear):
 
     def forward(self, x):
         return super().forward(x) * 2
+
+
+class Factored(nn.Linear):
+    """Without a weight."""
+
+    def __init__(self) -> None:
+        super().__init__(64, 64)
+        del self.weight
+        self.u, self.v = nn.Parameter(torch.randn(64, 4)), nn.Parameter(torch.randn(4, 64))
+
+    def forward(self, x):
+        return x @ self.u @ self.v
 
 
 def counted(module: nn.Module) -> Counts:
@@ -124,7 +135,7 @@ def test_the_last_product_of_an_attention_may_have_a_computed_weight(attach):
 
 
 def test_a_linear_without_a_weight_is_left_as_it_is_where_it_would_be_observed(attach):
-    model = nn.Sequential(nn.Linear(64, 64), Factored(64))
+    model = nn.Sequential(nn.Linear(64, 64), Factored())
     watch = attach(model, recipe="observe")
     assert [SITE_KEY in m.__dict__ for m in model] == [True, False]
     model(torch.randn(8, 64)).sum().backward()
