@@ -11,6 +11,7 @@ from __future__ import annotations
 from fp8watch_agent.batch import Kind
 from fp8watch_agent.health import (
     DROP_MAPS_FULL,
+    DROP_MAPS_TOO_LARGE,
     DROP_RING_FULL,
     DROP_RING_TOO_LARGE,
     DROP_SPOOL_DAMAGED,
@@ -50,6 +51,7 @@ def records_ledger(ring: Ring, sender: Sender, late: dict[str, int]) -> Ledger:
 def maps_ledger(maps: MapQueue, sender: Sender, late: dict[str, int]) -> Ledger:
     """Counts of all tile maps by where they are."""
     spool = sender.spool
+    from_queue = {DROP_MAPS_FULL: maps.dropped, DROP_MAPS_TOO_LARGE: maps.too_large}
     from_spool: dict[str, int] = {}
     if spool is not None:
         from_spool = {DROP_SPOOL_FULL: spool.dropped_full[1], DROP_SPOOL_DAMAGED: spool.dropped_damaged[1]}
@@ -58,5 +60,5 @@ def maps_ledger(maps: MapQueue, sender: Sender, late: dict[str, int]) -> Ledger:
         acknowledged=sender.map_counts.acknowledged,
         queued=len(maps) + _in_hand(sender, Kind.MAPS),
         spooled=0 if spool is None else spool.num_maps,
-        dropped=merged({DROP_MAPS_FULL: maps.dropped}, from_spool, sender.map_counts.dropped, late),
+        dropped=merged(from_queue, from_spool, sender.map_counts.dropped, late),
     )

@@ -15,6 +15,7 @@ from enum import IntEnum
 import msgspec
 import numpy as np
 
+from fp8watch_agent.bounded_decompress import WireError
 from fp8watch_agent.expert_vectors import unpack
 from fp8watch_agent.record import ROW, STEP, TileFlag, TileMap
 from fp8watch_agent.ring_file import Frame
@@ -199,10 +200,18 @@ def maps_parcel(session: Session, seq: int, maps: list[TileMap]) -> Parcel:
 
 
 def split(parcel: Parcel) -> tuple[Parcel, Parcel] | None:
-    """Two halves of a body that the collector finds too large: by steps, then by records. None: it cannot be split.
+    """Two halves of a body that the collector finds too large: by steps, then by records. None: it cannot be split, or
+    passes a limit of the wire format, so that it cannot be read here either.
 
     Keys and bytes depend on the parent alone, so splitting it again after a restart gives the same halves.
     """
+    try:
+        return _halves(parcel)
+    except WireError:
+        return None
+
+
+def _halves(parcel: Parcel) -> tuple[Parcel, Parcel] | None:
     path = (parcel.seq >> SPLIT_SHIFT) or 1
     if path * 2 + 1 >= MAX_SPLIT_PATH:
         return None
@@ -248,10 +257,18 @@ def split(parcel: Parcel) -> tuple[Parcel, Parcel] | None:
 
 
 def rekeyed(parcel: Parcel) -> Parcel | None:
-    """The same content under another key: its own was taken by somebody else's body. None: there is no key left.
+    """The same content under another key: its own was taken by somebody else's body. None: there is no key left, or the
+    body cannot be read here.
 
     The key is the one of its first half, which is never made of a body that came back with this answer.
     """
+    try:
+        return _under_another_key(parcel)
+    except WireError:
+        return None
+
+
+def _under_another_key(parcel: Parcel) -> Parcel | None:
     path = (parcel.seq >> SPLIT_SHIFT) or 1
     if path * 2 >= MAX_SPLIT_PATH:
         return None

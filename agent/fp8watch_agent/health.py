@@ -16,6 +16,7 @@ DROP_SPOOL_DAMAGED = "spool_damaged"
 DROP_ENCODE = "not_encodable"
 DROP_UNREGISTERED = "unregistered"  # the collector keeps asking for sites that it refused
 DROP_MAPS_FULL = "queue_full"
+DROP_MAPS_TOO_LARGE = "map_too_large"  # one map of more tiles than a collector takes
 DROP_CLOSED = "closed"  # recorded after close
 DROP_REENTRANT = "reentrant"  # recorded from inside another record call (a signal handler, a second thread)
 

@@ -19,7 +19,7 @@ from fp8watch.kernels.scaled_mm import Codes
 from fp8watch.layers.shadow_gemm import Factor, check_gemm
 from fp8watch.quantize.backend_choice import NO_KERNEL, backend_of
 from fp8watch.quantize.self_consistency import Reads, check_quantiser
-from fp8watch.quantize.site_quantizer import DelayedQuantizer, SiteQuantizer, places, site_quantizer
+from fp8watch.quantize.site_quantizer import DelayedQuantizer, SitePlace, SiteQuantizer, places, site_quantizer
 from fp8watch.recipe import Recipe
 
 Status = Literal["PASS", "FAIL", "NOT AVAILABLE"]
@@ -107,23 +107,38 @@ def check_quantisers(
         where += " (torch operations)"
     for place in places(recipe):
         x = of[place.operand]
-        quantizer = _quantizer(recipe, place, backend, device, x)
-        (data, scale_inv), _ = quantizer.codes(x, stats=False, heavy=False)
-        values, _ = quantizer(x, stats=False, heavy=False)
-        scale = quantizer.state.scale if isinstance(quantizer, DelayedQuantizer) else None
-        tile, cast = quantizer.tile_for((int(x.shape[0]), int(x.shape[1]))), quantizer.as_cast(x)
-        checks = [
-            check_quantiser(cast, reads, quantizer.spec, scale, phase=phase)
-            for phase in range(PHASES)
-            for reads in (Reads(data, scale_inv, tile), Reads(values, None, tile))
-        ]
-        nan, off = (sum(int(c.elements[i]) for c in checks) for i in range(2))
-        tiles, zeroed, scales = (sum(int(c.tiles[i]) for c in checks) for i in range(3))
-        num_tiles += tiles
-        faults = {"NaN codes": nan, "elements off the grid": off, "zeroed tiles": zeroed, "wrong scales": scales}
+        try:
+            num, faults = _looked_at(recipe, place, backend, device, x)
+        except Exception as error:  # noqa: BLE001 - a kernel that does not compile or run is what is looked for
+            found.append(f"{place.operand} {place.direction}: {_first_line(error)}")
+            continue
+        num_tiles += num
         found += [f"{place.operand} {place.direction}: {count} {fault}" for fault, count in faults.items() if count]
     said = "; ".join(found) or f"{num_tiles} looks at tiles of {len(places(recipe))} operands"
     return Result("quantisers", where, str(shape), "FAIL" if found else "PASS", said)
+
+
+def _looked_at(
+    recipe: Recipe, place: SitePlace, backend: str, device: torch.device, x: Tensor
+) -> tuple[int, dict[str, int]]:
+    """Looks at tiles of one operand in one direction, and what was found wrong."""
+    quantizer = _quantizer(recipe, place, backend, device, x)
+    (data, scale_inv), _ = quantizer.codes(x, stats=False, heavy=False)
+    values, _ = quantizer(x, stats=False, heavy=False)
+    scale = quantizer.state.scale if isinstance(quantizer, DelayedQuantizer) else None
+    tile, cast = quantizer.tile_for((int(x.shape[0]), int(x.shape[1]))), quantizer.as_cast(x)
+    checks = [
+        check_quantiser(cast, reads, quantizer.spec, scale, phase=phase)
+        for phase in range(PHASES)
+        for reads in (Reads(data, scale_inv, tile), Reads(values, None, tile))
+    ]
+    nan, off = (sum(int(c.elements[i]) for c in checks) for i in range(2))
+    tiles, zeroed, scales = (sum(int(c.tiles[i]) for c in checks) for i in range(3))
+    return tiles, {"NaN codes": nan, "elements off the grid": off, "zeroed tiles": zeroed, "wrong scales": scales}
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def check_gemms(
@@ -134,14 +149,18 @@ def check_gemms(
     refused = _refused(path, recipe, shape, device, dtype)
     if refused is not None:
         return Result("GEMMs", where, str(shape), "NOT AVAILABLE", refused)
-    made, said, passes = _made(path, recipe, shape, device, dtype), [], True
+    said, passes = [], True
+    try:
+        made = _made(path, recipe, shape, device, dtype)
+    except Exception as raised:  # noqa: BLE001 - of a quantiser, as above
+        return Result("GEMMs", where, str(shape), "FAIL", _first_line(raised))
     for gemm in GEMMS:
         a, b = _factors(gemm, made)
         try:
             output = _product(path, gemm, a, b, dtype)
         except RuntimeError as refusal:  # of the library, against what its probe has promised
             passes = False
-            said.append(f"{gemm}: {str(refusal).splitlines()[0]}")
+            said.append(f"{gemm}: {_first_line(refusal)}")
             continue
         found = check_gemm(output, a.t() if gemm == "wgrad" else a, b.t() if gemm == "fprop" else b)
         error, gain, bad = float(found.error), float(found.gain), int(found.num_nonfinite)
@@ -151,15 +170,19 @@ def check_gemms(
 
 
 def error_by_length(path: str, device: torch.device, lengths: Sequence[int] = LENGTHS) -> dict[int, float]:
-    """Error of fprop of one path at some contractions: RMS of (output − float64) / RMS, in float32."""
+    """Error of fprop of one path at some contractions: RMS of (output − float64) / RMS, in float32. Of what is refused,
+    nothing: `check_gemms` says why."""
     recipe, found = recipes.blockwise(environ={}), {}
     for length in lengths:
         shape = Shape(64, length, 128)
         if _refused(path, recipe, shape, device, torch.float32) is not None:
             return {}
-        made = _made(path, recipe, shape, device, torch.float32)
-        a, b = _factors("fprop", made)
-        found[length] = float(check_gemm(_product(path, "fprop", a, b, torch.float32), a, b.t()).error)
+        try:
+            a, b = _factors("fprop", _made(path, recipe, shape, device, torch.float32))
+            output = _product(path, "fprop", a, b, torch.float32)
+        except Exception:  # noqa: BLE001 - as there
+            continue
+        found[length] = float(check_gemm(output, a, b.t()).error)
     return found
 
 

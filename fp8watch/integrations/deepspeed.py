@@ -1,4 +1,4 @@
-"""DeepSpeed: attach to an engine, with its step numbers, its gradient norm and the steps that an overflow skips.
+"""DeepSpeed: attach to an engine, with its step numbers, gradient norm and loss scale, and the steps that an overflow skips.
 
     watch = attach_deepspeed(engine, recipe="observe", state=client_state.get("fp8watch"))
     ...
@@ -73,9 +73,17 @@ class _EngineSteps:
             watch.log(grad_norm=norm)
 
     def _step_engine(self, *args: Any, **kwargs: Any) -> Any:
+        self._held.loss_scale(self._scale)  # here, as `step` may change it
         result = self._step(*args, **kwargs)
         self._held.do("deepspeed", self._look_behind)
         return result
+
+    def _scale(self) -> Any:
+        """The loss scale of a model in float16; that of others is always 1."""
+        if not self._engine.fp16_enabled():
+            return None
+        optimizer = self._engine.optimizer
+        return getattr(optimizer, "cur_scale", getattr(optimizer, "loss_scale", None))
 
     def _look_behind(self, watch: Any) -> None:
         if int(self._engine.skipped_steps) > self._skipped:

@@ -1,4 +1,4 @@
-"""Megatron-core: attach to the chunks of a model, with its optimizer's gradient norm and the steps that it skips.
+"""Megatron-core: attach to the chunks of a model, with its optimizer's gradient norm, loss scale and the steps that it skips.
 
     watch = attach_megatron(model, optimizer, iteration=args.iteration, recipe="observe")
 
@@ -66,7 +66,17 @@ class _OptimizerCalls:
             method = getattr(optimizer, name, None)
             if callable(method):
                 self._own[name] = optimizer.__dict__.get(name)
-                optimizer.__dict__[name] = _looked_at(method, look)
+                before = self._look_at_scale if name == "step" else None
+                optimizer.__dict__[name] = _looked_at(method, look, before)
+
+    def _look_at_scale(self) -> None:
+        self._held.loss_scale(self._scale)
+
+    def _scale(self) -> Any:
+        """The loss scale of what is in float16; that of others is always 1."""
+        chained = getattr(self._optimizer, "chained_optimizers", None) or [self._optimizer]
+        scaled = getattr(chained[0], "grad_scaler", None) is not None
+        return chained[0].get_loss_scale() if scaled else None
 
     def _norm(self, norm: Any) -> None:
         if norm is not None:
@@ -88,8 +98,12 @@ class _OptimizerCalls:
                 self._optimizer.__dict__[name] = own
 
 
-def _looked_at(method: Callable[..., Any], look: Callable[[Any], None]) -> Callable[..., Any]:
+def _looked_at(
+    method: Callable[..., Any], look: Callable[[Any], None], before: Callable[[], None] | None
+) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
+        if before is not None:  # the call may change it
+            before()
         result = method(*args, **kwargs)
         look(result)
         return result

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import inspect
 import os
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 
 import fp8watch
 from fp8watch.integrations.tested_versions import untested
+from fp8watch_agent.standard_error import tell
 
 if TYPE_CHECKING:
     from fp8watch import Watch
@@ -92,7 +92,7 @@ class TrainerWatch:
 
     def _say(self, text: str) -> None:
         if self.watch is not None and self.watch.identity.rank == 0:
-            sys.stderr.write(f"fp8watch: {text}\n")
+            tell(text)
 
     def do(self, place: str, action: Callable[[Watch], Any]) -> Any:
         """What the action returns; None without a watch, or where it fails."""
@@ -102,6 +102,21 @@ class TrainerWatch:
         """Give the step that runs the trainer's number."""
         if self.watch is not None:
             self.watch.number(step)
+
+    def loss_scale(self, scale_of: Callable[[], Any]) -> None:
+        """Note what the loss of the step that runs was multiplied by; a tensor on a device is not read.
+
+        Args:
+            scale_of: gives it, or None where there is no loss scale.
+        """
+
+        def note(watch: Watch) -> None:
+            scale = scale_of()
+            if scale is not None:
+                here = scale.reshape(()) if isinstance(scale, Tensor) else torch.tensor(float(scale), device="cpu")
+                watch._scalars.see_loss_scale(here)
+
+        self.do("loss scale", note)
 
     def state(self) -> dict[str, Any]:
         """`watch.state_dict()`; after the end that of the end, because a checkpoint may be written behind it."""
@@ -151,7 +166,7 @@ def load_state(folder: str | os.PathLike[str], rank: int | None = None) -> dict[
             try:
                 found: dict[str, Any] = torch.load(path, weights_only=True, map_location="cpu")
             except Exception as error:  # noqa: BLE001  a damaged file costs the continuation, never the training
-                sys.stderr.write(f"fp8watch: {path} cannot be read ({type(error).__name__}); the run begins anew\n")
+                tell(f"{path} cannot be read ({type(error).__name__}); the run begins anew")
                 return None
             return found
     return None

@@ -92,11 +92,10 @@ def _obtain() -> ctypes.CDLL:
                 return _from_folder(folder, compiler, version, flags)
             except CompilerHangs:
                 raise
-            except _Broken as error:  # perhaps the folder forbids execution: another may not
+            except Unavailable as error:  # perhaps the folder is full, or forbids execution: another may not
                 first = first or error
-            except Unavailable as error:
-                first = first or error
-                break  # the compiler's fault: other flags
+            except OSError as error:  # a full disk, a quota that is used up
+                first = first or Unavailable(f"the C library could not be made: {error}")
     assert first is not None
     raise first
 

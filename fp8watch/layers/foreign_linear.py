@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp8watch.layers.computed_weight import is_computed
 from fp8watch.layers.custom_ops import plan_of
 from fp8watch.layers.foreign_turn import Turn, begin_turn, behind, enter, leave
 from fp8watch.layers.fp8_linear import SITE_KEY, WatchedLinear, observed
@@ -30,7 +31,8 @@ class ForeignLinear(WatchedLinear):
         if not args:
             return own(self, **kwargs)
         input, args = args[0], args[1:]
-        if site is None or not self.training or not self._is_operand(input):
+        computed = "parametrizations" in self._modules and is_computed(self)  # to be read by its own forward alone
+        if site is None or not self.training or computed or not self._is_operand(input):
             return own(self, input, *args, **kwargs)
         turn = None
         if not torch.compiler.is_compiling():
@@ -53,7 +55,7 @@ class ForeignLinear(WatchedLinear):
             return y
         if turn is not None:
             turn.plan.guard.run("foreign", _begin_watching, turn, y, self.weight)
-        return observed(self, input, y, site)
+        return observed(self, input, self.weight, y, site)
 
     def _is_operand(self, x: Any) -> bool:
         return (

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from fp8watch.kernels import emulated_gemm
 from fp8watch.layers.autograd_signature import signature_known
 from fp8watch.layers.class_swap import swap
+from fp8watch.layers.computed_weight import held_weight
 from fp8watch.layers.custom_ops import (
     is_eager,
     look_at_output,
@@ -41,7 +42,7 @@ from fp8watch.layers.custom_ops import (
 from fp8watch.layers.double_backward import apply_packed, once_only, packed_by
 from fp8watch.layers.impact_rows import take_impact
 from fp8watch.layers.local_part import is_dtensor
-from fp8watch.layers.moved_linear import DEVICE_KEY, REPLICATED_KEY, as_before, is_moved, note_unseen, without_site
+from fp8watch.layers.moved_linear import DEVICE_KEY, MARKS, as_before, is_moved, note_unseen, without_site
 from fp8watch.layers.observe_linear import observe, observe_forward, rests
 from fp8watch.layers.parameter_trail import linear_in_fp8, num_modes
 from fp8watch.layers.saved_operands import dequantize_kept, quantize_for_backward
@@ -59,7 +60,7 @@ SCALED_KEY = "_fp8watch_scaled"
 GEMMS_KEY = "_fp8watch_gemms"
 COMPUTES_KEY = "_fp8watch_computes"
 NUMBER_KEY = "_fp8watch_number"
-KEYS = (SITE_KEY, NUMBER_KEY, OBSERVE_KEY, LAYOUT_KEY, SCALED_KEY, GEMMS_KEY, COMPUTES_KEY, DEVICE_KEY, REPLICATED_KEY)
+KEYS = (SITE_KEY, NUMBER_KEY, OBSERVE_KEY, LAYOUT_KEY, SCALED_KEY, GEMMS_KEY, COMPUTES_KEY, *MARKS)
 
 Three = tuple[bool, bool, bool]
 
@@ -313,22 +314,22 @@ class WatchedLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., K] -> [..., N]."""
-        site = self.__dict__.get(SITE_KEY)
+        site, weight = self.__dict__.get(SITE_KEY), self.weight  # read once: see computed_weight
         if site is None:
-            return F.linear(input, self.weight, self.bias)
-        if type(self.weight) is not nn.Parameter and is_dtensor(self.weight):
-            return as_before(self, input, self.__dict__[NUMBER_KEY])
+            return F.linear(input, weight, self.bias)
+        if type(weight) is not nn.Parameter and is_dtensor(weight):
+            return as_before(self, input, weight, self.__dict__[NUMBER_KEY])
         if input.device != self.__dict__[DEVICE_KEY] and is_moved(self):
-            return as_before(self, input, self.__dict__[NUMBER_KEY])
+            return as_before(self, input, weight, self.__dict__[NUMBER_KEY])
         if not self.__dict__[OBSERVE_KEY]:
             how, scaled = self.__dict__[LAYOUT_KEY], self.__dict__.get(SCALED_KEY)
-            return fp8_linear(input, self.weight, self.bias, site, count=self.training, how=how, scaled=scaled)
-        y = F.linear(input, self.weight, self.bias)
+            return fp8_linear(input, weight, self.bias, site, count=self.training, how=how, scaled=scaled)
+        y = F.linear(input, weight, self.bias)
         if not self.training or input.is_nested or input.layout != torch.strided:
             return y
         if not torch.compiler.is_compiling() and rests(self.__dict__[NUMBER_KEY], y):
             return y
-        return observed(self, input, y, site)
+        return observed(self, input, weight, y, site)
 
     def _replicate_for_data_parallel(self) -> Any:
         return without_site(self, super()._replicate_for_data_parallel(), KEYS)  # type: ignore[no-untyped-call]
@@ -342,16 +343,15 @@ class WatchedLinear(nn.Linear):
         return copyreg._reconstructor, (self._fp8watch_base, object, None), state  # type: ignore[attr-defined]
 
 
-def observed(module: nn.Linear, x: Tensor, y: Tensor, site: Tensor) -> Tensor:
+def observed(module: nn.Linear, x: Tensor, weight: Tensor, y: Tensor, site: Tensor) -> Tensor:
     """The output of a Linear that computes as before, looked at together with its operands and, in backward, its gradient."""
-    weight = module.weight
     if torch._C._get_tracing_state() is not None:  # what torch.jit.trace writes down is the model's alone
         return y
     if is_eager(y, x, weight):
         observe_forward(x, weight, y, site)
         return y
     if is_dtensor(weight) or is_dtensor(y):
-        note_unseen(y, module.__dict__[NUMBER_KEY])
+        note_unseen(module, y, module.__dict__[NUMBER_KEY], sharded=True)
         return y
     grad = torch.is_grad_enabled()
     wgrad = weight.requires_grad and grad
@@ -380,7 +380,7 @@ def take_over(
     """Put a Linear on its site, in place. `how` and `scaled` are constants: compiled code is made for them. `mixin` goes
     over its class."""
     module.__dict__[SITE_KEY], module.__dict__[NUMBER_KEY] = site, int(site)
-    module.__dict__[DEVICE_KEY] = module.weight.device
+    module.__dict__[DEVICE_KEY] = held_weight(module).device
     if scaled is not None:
         module.__dict__[SCALED_KEY] = scaled
     module.__dict__[LAYOUT_KEY] = how

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fp8watch.layers.custom_ops import plan_of
-from fp8watch.layers.local_part import local_part
+from fp8watch.layers.local_part import is_dtensor, local_part
 from fp8watch.layers.observe_linear import note_rest
 
 DEVICE_KEY = "_fp8watch_device"
@@ -25,6 +25,12 @@ DEVICE_KEY = "_fp8watch_device"
 REPLICATED_KEY = "_fp8watch_replicated"
 """Of one that `nn.DataParallel` has made replicas of."""
 
+UNSEEN_KEY = "_fp8watch_unseen"
+"""Of one that ran and could not be looked at: whether because of tensor parallelism. Between forwards that cannot be told:
+FSDP2 keeps a DTensor too where it will gather a plain tensor, and may keep it on another device."""
+
+MARKS = (DEVICE_KEY, REPLICATED_KEY, UNSEEN_KEY)
+
 
 def is_moved(module: nn.Module) -> bool:
     """Whether the parameters of a module that attach took over are on another device now."""
@@ -32,17 +38,25 @@ def is_moved(module: nn.Module) -> bool:
     return known is not None and first is not None and first.device != known and first.device.type != "meta"
 
 
-def as_before(module: nn.Linear, x: Tensor, number: int) -> Tensor:
-    """The output of a Linear that is moved, whose site stands for `number`."""
-    y = F.linear(x, module.weight, module.bias)
+def as_before(module: nn.Linear, x: Tensor, weight: Tensor, number: int) -> Tensor:
+    """The output of a Linear that is moved or spread over ranks, whose site stands for `number`."""
+    y = F.linear(x, weight, module.bias)
     if module.training:
-        note_unseen(y, number)
+        note_unseen(module, y, number, sharded=is_dtensor(weight))
     return y
 
 
-def note_unseen(y: Tensor, number: int) -> None:
-    """Note that something ran which cannot be looked at, so that steps end. `number` is what its site stands for."""
+def note_unseen(module: nn.Module, y: Tensor, number: int, *, sharded: bool) -> None:
+    """Note that something ran which cannot be looked at, so that steps end and the reason is known.
+
+    Args:
+        module: that ran.
+        y: what it returned.
+        number: that its site stands for.
+        sharded: it multiplied a tensor of tensor parallelism.
+    """
     if not torch.compiler.is_compiling() and (plan := plan_of(number)) is not None:
+        module.__dict__[UNSEEN_KEY] = sharded
         note_rest(plan, number, y, local_part(y))
 
 

@@ -156,9 +156,7 @@ class ObservationPlan:
             number: of the pass.
             source: the tensor that the Linear was called with, where other Linears may be called with it too.
         """
-        observing = self.observing
-        if observing and self.elsewhere(x_MK):
-            return
+        observing = self.observing and not self.elsewhere(x_MK)
         if not observing:
             if not asked.stateful:
                 return

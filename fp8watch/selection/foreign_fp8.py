@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from fp8watch.integrations.te_modules import kind_of, unseen
+from fp8watch.layers.computed_weight import held_weight
 from fp8watch.selection.module_filter import LeftOut
 from fp8watch.selection.own_forward import FP8_NAME, computes_in_fp8, own_class
 
@@ -77,7 +78,7 @@ def left_as_it_is(found: str, num_linears: int, num_foreign: int = 0, by: str = 
 def leave_wrapped(linears: list[tuple[str, nn.Linear]], left_out: list[LeftOut]) -> None:
     """Move Linears whose weight another library wraps to `left_out`: their GEMM is not torch's."""
     for fqn, module in list(linears):
-        wrapper = _tensor(module.weight)
+        wrapper = _tensor(held_weight(module))
         if wrapper is not None:
             linears.remove((fqn, module))
             left_out.append(LeftOut(fqn, f"weight is {wrapper}"))

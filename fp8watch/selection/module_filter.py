@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from fp8watch.layers.class_swap import can_swap
+from fp8watch.layers.computed_weight import has_weight, held_weight, is_computed
 from fp8watch.layers.fp8_linear import SITE_KEY, WatchedLinear
 from fp8watch.layers.wrapped_forward import replaces_forward
 from fp8watch.selection.module_roles import roles
@@ -77,14 +78,18 @@ def select_linears(
             reason = WATCHED
         elif replaces_forward(module) or not (_plain_forward(module) or observe_only or id(module) in in_fp8):
             reason = f"own forward ({type(module).__name__})"
+        elif not has_weight(module):
+            reason = "without a weight"
+        elif is_computed(module) and not _plain_forward(module):
+            reason = f"own forward ({type(module).__name__}) with a weight that is computed when it is read"
         elif type(module) is nn.modules.linear.NonDynamicallyQuantizableLinear:
             reason = "never called by MultiheadAttention, which reads its weight"
-        elif isinstance(module.weight, nn.parameter.UninitializedParameter):
+        elif isinstance(weight := held_weight(module), nn.parameter.UninitializedParameter):
             reason = "lazy: run one batch first"
-        elif type(module.weight.data).__name__ == "DTensor" and id(module.weight) not in gathered:
+        elif type(weight.data).__name__ == "DTensor" and id(weight) not in gathered:
             reason = TENSOR_PARALLEL
-        elif not module.weight.is_floating_point() or module.weight.element_size() not in (2, 4):
-            reason = f"weight is {str(module.weight.dtype).removeprefix('torch.')}: float32, bfloat16 or float16 needed"
+        elif not weight.is_floating_point() or weight.element_size() not in (2, 4):
+            reason = f"weight is {str(weight.dtype).removeprefix('torch.')}: float32, bfloat16 or float16 needed"
         elif not observe_only and id(module) not in in_fp8 and any(fnmatchcase(fqn, p) for p in kept):
             reason = KEPT
         elif filter_fn is not None:

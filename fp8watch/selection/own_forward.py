@@ -64,8 +64,8 @@ def foreign_linears(model: nn.Module) -> dict[int, Foreign]:
         return {}
     # not by named_parameters, which models of others give arguments of their own (torchrl's losses)
     each = (m for _, m in model.named_modules(remove_duplicate=False))
-    uses = Counter(id(p) for m in each for p in m._parameters.values())
-    return {id(m): foreign_of(m, tied=uses[id(m.weight)] > 1) for m in linears}
+    uses = Counter(id(p) for m in each for p in m._parameters.values() if p is not None)
+    return {id(m): foreign_of(m, tied=uses[id(m._parameters.get("weight"))] > 1) for m in linears}
 
 
 def foreign_of(module: nn.Linear, *, tied: bool) -> Foreign:

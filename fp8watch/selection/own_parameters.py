@@ -98,7 +98,8 @@ def select_own(
     """
     own_forward = {m.fqn for m in left_out if m.reason.startswith((OWN_FORWARD, TENSOR_PARALLEL))}
     gathered = gathered_by_fsdp(model)
-    computed = {id(made) for _, module in named if isinstance(module, _OTHERS) for made in _parametrizations(module)}
+    whole = (module for _, module in named if isinstance(module, _OTHERS) or id(module) in taken)
+    computed = {id(made) for module in whole for made in _parametrizations(module)}
     found: list[OwnModule] = []
     done: set[int] = set()
     for fqn, module in named:
@@ -158,7 +159,8 @@ def _parameters(fqn: str, module: nn.Module) -> Iterator[OwnParameter]:
         if isinstance(child, _LISTS):
             held += [(name, f"{name}.{key}", p) for key, p in child.named_parameters(recurse=False)]
     if isinstance(module, nn.MultiheadAttention):
-        held.append(("out_proj", "out_proj.weight", module.out_proj.weight))
+        weight = module.out_proj._parameters.get("weight")
+        held += [] if weight is None else [("out_proj", "out_proj.weight", weight)]
     for name, path, parameter in held:
         if is_gemm_weight(name, parameter) and parameter.dim() <= 3:
             called = fqn if path == "weight" else f"{fqn}.{path}".removesuffix(".weight").lstrip(".")

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 
 from torch import nn
 
+from fp8watch.layers.computed_weight import is_computed
+
 _NAMES = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 _PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 _HOLDS = {
@@ -46,6 +48,8 @@ def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def shows_anothers_weight(module: nn.Module) -> bool:
     """Whether it is a Linear by its class alone: it has no weight, and shows that of a Linear that it holds, as some adapters do."""
     if not isinstance(module, nn.Linear) or "weight" in module._parameters:
+        return False
+    if is_computed(module):
         return False
     shown = getattr(module, "weight", None)
     return any(isinstance(child, nn.Linear) and child._parameters.get("weight") is shown for child in module.children())

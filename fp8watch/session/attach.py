@@ -9,7 +9,6 @@ elsewhere, torch.compile, DDP and state_dict do not notice.
 
 from __future__ import annotations
 
-import sys
 import uuid
 from collections.abc import Sequence
 
@@ -18,6 +17,7 @@ from torch import nn
 
 from fp8watch.integrations import te_modules
 from fp8watch.layers import custom_ops
+from fp8watch.layers.computed_weight import held_weight
 from fp8watch.layers.module_hooks import ForwardEnd
 from fp8watch.layers.training_step import LossOfTrainingStep
 from fp8watch.observer.probes import ATTENTION_LOGITS, HIGH_PRECISION
@@ -52,6 +52,7 @@ from fp8watch.session.watch import Watch
 from fp8watch_agent.guard import Guard
 from fp8watch_agent.roles import TIED
 from fp8watch_agent.settings import AgentSettings
+from fp8watch_agent.standard_error import tell
 
 
 def attach(
@@ -141,7 +142,7 @@ def attach(
 
     def say(text: str) -> None:
         if identity.rank == 0:
-            sys.stderr.write(f"fp8watch: {text}\n")
+            tell(text)
 
     earlier = run_again.before(model) if settings.disabled != "1" else None
     identity, start_step = run_again.goes_on(earlier, identity, start_step)
@@ -279,16 +280,16 @@ def _device(linears: list[tuple[str, nn.Linear]], left_out: list[LeftOut]) -> to
     Raises:
         ValueError: the weights have no values yet.
     """
-    device = linears[0][1].weight.device if linears else torch.device("cpu")
+    device = held_weight(linears[0][1]).device if linears else torch.device("cpu")
     if device.type == "meta":
         raise ValueError(
             f"{linears[0][0]}.weight is on device meta: it has a shape but no values; call attach after "
             'model.to_empty(device="cuda") and loading the weights'
         )
     for fqn, module in list(linears):
-        if module.weight.device != device:
+        if (on := held_weight(module).device) != device:
             linears.remove((fqn, module))
-            left_out.append(LeftOut(fqn, f"on {module.weight.device}, the first Linear is on {device}"))
+            left_out.append(LeftOut(fqn, f"on {on}, the first Linear is on {device}"))
     return device
 
 

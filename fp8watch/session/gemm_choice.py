@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from fp8watch.kernels import scaled_mm
+from fp8watch.layers.computed_weight import held_weight
 from fp8watch.layers.scaled_linear import Formats
 from fp8watch.numerics.formats import fp8_format
 from fp8watch.recipe import Recipe
@@ -101,7 +102,7 @@ def scaled_formats(linears: list[tuple[str, nn.Linear]], left_out: list[LeftOut]
     move to `left_out`."""
     a, b, c = (spec.format for _, spec in recipe.quantised)
     for fqn, module in list(linears):
-        refused = scaled_mm.refuses(a, b, c, module.weight.dtype)
+        refused = scaled_mm.refuses(a, b, c, held_weight(module).dtype)
         if refused is not None:
             linears.remove((fqn, module))
             left_out.append(LeftOut(fqn, refused))

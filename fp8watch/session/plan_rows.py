@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from fp8watch.integrations.te_modules import TeModule
 from fp8watch.kernels.backend import Backend
 from fp8watch.layers.attention_calls import look_at_attention
+from fp8watch.layers.computed_weight import held_weight
 from fp8watch.layers.custom_ops import site_tensor
 from fp8watch.layers.module_hooks import GivenHook, ProbeHook
 from fp8watch.layers.own_class import look_at
@@ -56,7 +57,7 @@ class Watched:
         """Of each GEMM whose operands we measure: name, module, what tells it from the others of the module, weight,
         features of its input where they are known, number of experts. In the order of the rows."""
         for fqn, linear in self.linears:
-            yield fqn, linear, "", linear.weight, linear.in_features, 0
+            yield fqn, linear, "", held_weight(linear), linear.in_features, 0
         for own in self.own:
             for p in own.parameters:
                 yield p.fqn, own.module, f"{p.path}.", own.tensor(p), 0, p.num_experts

@@ -13,8 +13,10 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+import torch
 from torch import nn
 
+from fp8watch.layers.computed_weight import held_weight, is_computed
 from fp8watch.layers.fp8_linear import GEMMS_KEY, SITE_KEY
 from fp8watch.selection.flop_coverage import coverage
 from fp8watch.selection.module_filter import LeftOut
@@ -65,7 +67,7 @@ class ReplacedModules:
         for row in gone:
             fqn = table[row].fqn
             module = by_name.get(fqn)
-            if isinstance(module, nn.Linear) and id(module) in in_fp8 and module.weight.device == plan.slab.device:
+            if isinstance(module, nn.Linear) and id(module) in in_fp8 and _can_go_on(module, plan.slab.device):
                 put_on_site(plan, row, module, in_fp8)
                 plan.modules.add(module)
                 again[_kind(module)] += 1
@@ -122,6 +124,11 @@ class ReplacedModules:
 
 def _unwatched(named: Iterable[tuple[str, nn.Module]]) -> set[str]:
     return {fqn for fqn, m in named if isinstance(m, nn.Linear) and SITE_KEY not in m.__dict__}
+
+
+def _can_go_on(module: nn.Linear, device: torch.device) -> bool:
+    """Whether a Linear with a forward of its own can be observed by rows that are on a device."""
+    return not is_computed(module) and held_weight(module).device == device
 
 
 def _kind(module: nn.Module | None) -> str:

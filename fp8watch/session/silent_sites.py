@@ -16,12 +16,13 @@ from torch import Tensor
 
 from fp8watch.layers.fp8_linear import SITE_KEY
 from fp8watch.layers.local_part import is_dtensor
-from fp8watch.layers.moved_linear import DEVICE_KEY, REPLICATED_KEY, is_moved
+from fp8watch.layers.moved_linear import DEVICE_KEY, REPLICATED_KEY, UNSEEN_KEY, is_moved
 from fp8watch.selection.flop_coverage import MUCH, percent
 from fp8watch.selection.own_parameters import LEARNED_ARRAYS
 from fp8watch.selection.wrappers import named_modules
 from fp8watch.session.attachment import Attachment
 from fp8watch.session.gradients_given import GradientsGiven
+from fp8watch.session.site_placement import elsewhere
 from fp8watch.session.sites import and_more, silent_modules
 from fp8watch_agent.roles import pattern
 
@@ -170,7 +171,7 @@ class Silence:
 
     def _reasons(self, silent: Sequence[str]) -> dict[str, str]:
         """Of modules that were called, or may have been: why nothing of them is seen."""
-        own, te = self._attachment.own, self._attachment.te
+        own, te, plan = self._attachment.own, self._attachment.te, self._attachment.plan
         found = {}
         if te is not None:
             table = self._attachment.table
@@ -188,10 +189,12 @@ class Silence:
                 continue
             if REPLICATED_KEY in module.__dict__:
                 found[fqn] = REPLICATED
-            elif is_moved(module):
+            elif is_moved(module) and (UNSEEN_KEY in module.__dict__ or not is_dtensor(next(module.parameters()))):
                 found[fqn] = MOVED.format(now=next(module.parameters()).device, then=module.__dict__[DEVICE_KEY])
-            elif fqn not in found and SITE_KEY in module.__dict__ and is_dtensor(getattr(module, "weight", None)):
+            elif fqn not in found and module.__dict__.get(UNSEEN_KEY):
                 found[fqn] = SHARDED
+            elif fqn not in found and plan is not None and (why_not := elsewhere(plan, module)) is not None:
+                found[fqn] = why_not
         return {name: found[name] for name in silent if name in found}
 
 

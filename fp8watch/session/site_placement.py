@@ -21,6 +21,7 @@ from fp8watch.integrations.transformer_engine import TeObserver
 from fp8watch.layers import custom_ops
 from fp8watch.layers.foreign_linear import ForeignLinear
 from fp8watch.layers.fp8_linear import layout, take_over
+from fp8watch.layers.local_part import is_dtensor
 from fp8watch.layers.own_turns import OwnGemms
 from fp8watch.layers.scaled_linear import Formats
 from fp8watch.layers.shadow_gemm import TURN_COLUMNS, TURN_ROWS, Allowed, Factor, check_gemm
@@ -35,6 +36,8 @@ from fp8watch.selection.module_filter import LeftOut
 from fp8watch.selection.own_forward import TORCHAO, has_own_forward
 from fp8watch_agent.guard import Guard
 from fp8watch_agent.recorder import Recorder
+
+ELSEWHERE = "on {now}, and what is observed is on {rows}: a watch observes what is on one device"
 
 
 def put_on_sites(
@@ -81,7 +84,17 @@ def turns_of(
     each, foreign = len(plan.sites.rows), plan.sites.foreign
     firsts = [i * each for i in range(num_linears) if not plan.recipe.observe_only or i * each in foreign]
     firsts += [int(gemms.sites[path]) & 0xFFFFFFFF for gemms, path in own if path in gemms.computes]
-    return firsts + ([te.rows_of[id(module)][0] for module in te.modules] if te is not None else [])
+    there = [] if te is None else [m for m in te.modules if elsewhere(plan, m.module) is None]
+    return firsts + [te.rows_of[id(module)][0] for module in there if te is not None]
+
+
+def elsewhere(plan: ObservationPlan, module: nn.Module) -> str | None:
+    """Why nothing of a module is looked at that is on another device than the rows, or None. Where parameters lie between
+    forwards says nothing of that on the host, to which they may be offloaded, and nothing where FSDP2 gathers them."""
+    first, slab = next(module.parameters(), None), plan.slab
+    if slab is None or first is None or first.device.type in ("cpu", "meta") or is_dtensor(first):
+        return None
+    return None if first.device == slab.device else ELSEWHERE.format(now=first.device, rows=slab.device)
 
 
 def told_of(plan: ObservationPlan) -> tuple[int, str]:

@@ -235,7 +235,8 @@ def _which(name: str) -> str:
 def _rows(model: nn.Module, optimizer: Optimizer) -> Iterator[_Row]:
     """Matrices that the optimizer moves, in its order; tables that bound their rows are left out: they move by themselves."""
     names = dict(parameter_names(model))
-    bound = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding) and m.max_norm is not None}
+    tables = [m for m in model.modules() if isinstance(m, nn.Embedding) and m.max_norm is not None]
+    bound = {id(m._parameters.get("weight")) for m in tables}
     for number, group in enumerate(optimizer.param_groups):
         for i, p in enumerate(group["params"]):
             if p.ndim >= 2 and p.requires_grad and id(p) not in bound and _sampled(p) is not None:

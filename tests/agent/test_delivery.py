@@ -18,6 +18,7 @@ from support.agents import (
     Collector,
     Reply,
     eventually,
+    flat_map,
     make_ids,
     make_maps,
     make_rows,
@@ -28,13 +29,14 @@ from support.agents import (
 )
 
 from fp8watch_agent import sync, wire
-from fp8watch_agent.batch import PROMPT_STEPS, Kind, Parcel
+from fp8watch_agent.batch import PROMPT_STEPS, Kind, Parcel, maps_parcel, rekeyed
 from fp8watch_agent.folder_watch import FolderWatch
 from fp8watch_agent.record import FIELD_BY_NAME, HISTOGRAMS, STEP, Measured, empty_rows
 from fp8watch_agent.recorder import Recorder
 from fp8watch_agent.session import Registration, Session
 from fp8watch_agent.settings import AgentSettings
-from fp8watch_agent.transport import Answer, Transport
+from fp8watch_agent.tile_map_queue import MapQueue
+from fp8watch_agent.transport import Answer, ResponseMeaning, Transport
 from fp8watch_agent.uploader import Uploader
 from fp8watch_agent.wire import decode_histogram, encode_histogram
 
@@ -308,6 +310,39 @@ def test_a_single_record_that_is_too_large_is_counted(
     assert recorder.flush(10)
     recorder.close()
     assert recorder.health().records.dropped == {"http_413": 6}
+
+
+def test_maps_past_the_limits_of_the_format_are_refused_and_counted(collector: Collector, session: Session) -> None:
+    """They cannot be split, for the agent does not read them either; those that come behind them do."""
+    uploader, registration = Uploader(Transport(collector.url)), Registration(session, make_sites(1))
+    large = maps_parcel(session, 0, [flat_map(4097, 4096)])
+    receipt = uploader.send(large, registration)
+    assert (receipt.verdict, receipt.refused) == (ResponseMeaning.ACKNOWLEDGED, {"http_413": 1})
+    assert rekeyed(large) is None
+    assert uploader.send(maps_parcel(session, 1, make_maps(2)), registration).verdict is ResponseMeaning.ACKNOWLEDGED
+    assert list(collector.maps) == [1]
+
+
+def test_a_map_that_no_collector_takes_does_not_leave_and_is_counted(
+    collector: Collector, settings: AgentSettings, session: Session
+) -> None:
+    recorder = Recorder(replace(settings, collector=collector.url), session)
+    recorder.register_sites(make_sites(1))
+    recorder.record_tile_maps([flat_map(4097, 4096), *make_maps(2)])
+    assert recorder.flush(10)
+    recorder.close()
+    assert recorder.health().maps.dropped == {"map_too_large": 1}
+    assert recorder.health().maps.acknowledged == 2
+    assert len(collector.maps) == 1
+
+
+def test_a_large_map_leaves_alone() -> None:
+    """If it is refused, no other is."""
+    queue = MapQueue(1 << 30)
+    for step, shape in enumerate([(4, 6), (4, 6), (4096, 4096), (4, 6)]):
+        queue.push(flat_map(*shape, step))
+    claimed = [queue.claim(2 << 20) for _ in range(4)]
+    assert [[m.step for m in maps] for maps in claimed] == [[0, 1], [2], [3], []]
 
 
 def test_a_wrong_token_holds_and_warns_once(

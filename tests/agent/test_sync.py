@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.agents import Collector, Reply, eventually, make_maps, make_session, record, serve
+from support.agents import Collector, Reply, eventually, flat_map, make_maps, make_session, record, serve
 
-from fp8watch_agent import sync
+from fp8watch_agent import sync, tile_map_queue
 from fp8watch_agent.recorder import Recorder
 from fp8watch_agent.ring import Ring
 from fp8watch_agent.session import Session
@@ -218,6 +218,23 @@ def test_the_session_that_started_first_is_sent_first(tmp_path: Path, collector:
         recorder.close(5)
     assert run_sync(tmp_path, collector) == 0
     assert list(collector.sessions) == names
+
+
+def test_what_passes_a_limit_of_the_format_holds_up_no_other_session(
+    tmp_path: Path, collector: Collector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As an agent of before has left it: a map that a collector refuses, and that cannot be split."""
+    monkeypatch.setattr(tile_map_queue, "MAX_TILES", 1 << 40)
+    settings = AgentSettings(spool_dir=tmp_path, ring_bytes=1 << 20, poll_interval_s=0.01)
+    for i, name in enumerate(["a" * 32, "b" * 32]):
+        recorder = Recorder(settings, make_session(session=name, started_at=1e9 + i))
+        record(recorder, range(3))
+        recorder.record_tile_maps([flat_map(4097, 4096)] if i == 0 else make_maps(1))
+        recorder.close(5)
+    assert run_sync(tmp_path, collector) == 1
+    assert list(collector.sessions) == ["a" * 32, "b" * 32]
+    assert collector.num_records() == 2 * 9
+    assert len(collector.maps) == 1
 
 
 def test_a_kill_between_spooling_and_noting_it_sends_nothing_twice(

@@ -7,6 +7,8 @@ from support.planted import Bug
 _K = "tests/attach/test_nothing_is_kept.py::"
 _G = "tests/attach/test_calls_as_they_are.py::"
 _S = "tests/attach/test_sharded_later.py::"
+_P = "tests/attach/test_parametrized.py::"
+_ONCE = "test_a_computed_weight_is_computed_once_in_a_forward_and_by_nothing_else"
 
 BUGS = [
     Bug("an output is not kept for its hook", "observe_gemm:_observe", "gemm.y.new_empty((0,))", "gemm.y[:0].detach()",
@@ -45,15 +47,35 @@ BUGS = [
     Bug("a turn that is over is over for its gradient", "foreign_turn:Turn.saw_gradient", " and not self.closed", "",
         f"{_K}test_a_gradient_that_comes_in_a_later_step_is_of_no_turn"),
     Bug("a Linear that is sharded later computes as before", "fp8_linear:WatchedLinear.forward",
-        "and is_dtensor(self.weight):", "and False:", f"{_S}test_what_is_sharded_behind_attach_trains_as_before_and_is_said_to_be_blind"),
+        "and is_dtensor(weight):", "and False:", f"{_S}test_what_is_sharded_behind_attach_trains_as_before_and_is_said_to_be_blind"),
     Bug("so does one with a forward of its own", "fp8_linear:observed", "if is_dtensor(weight) or is_dtensor(y):", "if False:",
         f"{_S}test_what_is_sharded_behind_attach_trains_as_before_and_is_said_to_be_blind"),
     Bug("of a sharded Linear is said why it is blind", "silent_sites:Silence._reasons",
         "found[fqn] = SHARDED", "pass", f"{_S}test_what_is_sharded_behind_attach_trains_as_before_and_is_said_to_be_blind"),
+    Bug("what FSDP gathers is not spread by tensor parallelism", "silent_sites:Silence._reasons", "module.__dict__.get(UNSEEN_KEY)",
+        'is_dtensor(module._parameters.get("weight"))',
+        f"{_S}test_what_fsdp_gathers_and_nobody_called_is_not_said_to_be_spread_by_tensor_parallelism"),
+    Bug("what FSDP keeps on the CPU is not moved", "silent_sites:Silence._reasons", "(UNSEEN_KEY in module.__dict__ or not is_dtensor(next(module.parameters())))",
+        "True", f"{_S}test_what_fsdp_gathers_and_nobody_called_is_not_said_to_be_spread_by_tensor_parallelism"),
     Bug("parts of a number are not added up", "step_scalars:StepScalars._here",
         "if all(placement.is_replicate() for placement in sharded.placements):", "if True:",
         f"{_S}test_a_number_of_which_each_rank_has_a_part_is_not_waited_for"),
     Bug("the end of a forward asks no op", "module_hooks:ForwardEnd.__call__",
         "None if torch.compiler.is_compiling() else self._number", "None",
         f"{_S}test_an_output_that_is_shared_over_ranks_ends_a_forward"),
+    Bug("a forward reads a computed weight once", "fp8_linear:WatchedLinear.forward",
+        "return observed(self, input, weight, y, site)", "return observed(self, input, self.weight, y, site)", f"{_P}{_ONCE}[observe]"),
+    Bug("attach computes no weight", "computed_weight:held_weight", "if computed is not None:", "if False:", f"{_P}{_ONCE}[blockwise]"),
+    Bug("nor is it computed to ask whose it is", "wrappers:shows_anothers_weight", "if is_computed(module):", "if False:", f"{_P}{_ONCE}[blockwise]"),
+    Bug("a forward of its own alone reads a computed weight", "foreign_linear:ForeignLinear.forward", " or computed or ", " or ",
+        f"{_P}test_a_forward_of_its_own_reads_a_computed_weight_alone[True]"),
+    Bug("one that is computed is left to its own forward", "module_filter:select_linears",
+        "elif is_computed(module) and not _plain_forward(module):", "elif False:",
+        f"{_P}test_a_forward_of_its_own_reads_a_computed_weight_alone[False]"),
+    Bug("what a Linear computes its weight from is no site of its own", "own_parameters:select_own", " or id(module) in taken)", ")",
+        f"{_P}test_what_computes_its_weights_trains_as_without_us_where_it_is_observed[spectral_norm]"),
+    Bug("attention's last weight is not computed by attach", "own_parameters:_parameters",
+        'module.out_proj._parameters.get("weight")', "module.out_proj.weight", f"{_P}test_the_last_product_of_an_attention_may_have_a_computed_weight"),
+    Bug("a Linear without a weight is left out", "module_filter:select_linears", "elif not has_weight(module):", "elif False:",
+        f"{_P}test_a_linear_without_a_weight_is_left_as_it_is_where_it_would_be_observed"),
 ]  # fmt: skip

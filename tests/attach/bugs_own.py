@@ -244,6 +244,6 @@ OWN_BUGS = [
         f"{_V}test_experts_have_turns_where_there_are_many"),
     Bug("tokens are those of each expert", "observer.expert_vectors:ExpertVectors.add", "layout.sizes.double()", "layout.sizes.double() + 1",
         f"{_V}test_each_expert_says_its_amax_and_its_tokens"),
-    Bug("halves of a batch keep their experts", "batch:split", "if v.step in mine]", "if False]",
+    Bug("halves of a batch keep their experts", "batch:_halves", "if v.step in mine]", "if False]",
         "tests/agent/test_expert_vectors.py::test_halves_of_a_batch_that_is_too_large_and_another_key_keep_them"),
 ]  # fmt: skip

@@ -6,6 +6,7 @@ from support.planted import Bug
 
 A = "tests/attach"
 _NOT_SURE = f"{A}/test_steps.py::test_where_it_is_not_sure_that_a_step_without_watched_gradients_is_one_it_is_none"
+_SCALES = f"{A}/test_engine_scales.py::test_the_scale_of_a_"
 BUGS = [
     Bug("a run goes on by its id", "identity:identify",
         "if run_id is not None:", "if False:", f"{A}/test_going_on.py::test_a_state_is_enough_to_go_on_with_its_run"),
@@ -120,4 +121,12 @@ BUGS = [
         "all(p.grad is None for p in watched) and ", "", _NOT_SURE),
     Bug("what comes again and again is none", "step_optimizer:StepOwner.closes", "            self._num_ended = 0\n", "",
         _NOT_SURE),
+    Bug("DeepSpeed's loss scale is recorded as it was in the step", "integrations.deepspeed",
+        "self._held.loss_scale(self._scale)  # here, as `step` may change it", "pass", f"{_SCALES}deepspeed_engine_in_float16_is_recorded"),
+    Bug("what is not in float16 has no loss scale", "deepspeed:_EngineSteps._scale", "if not self._engine.fp16_enabled():", "if False:",
+        f"{_SCALES}deepspeed_engine_in_float16_is_recorded"),
+    Bug("Megatron's loss scale is recorded as it was in the step", "megatron:_OptimizerCalls.__init__",
+        'self._look_at_scale if name == "step" else None', "None", f"{_SCALES}megatron_optimizer_in_float16_is_recorded"),
+    Bug("a line that nobody can read ends no training", "fp8watch_agent.standard_error", "AttributeError, OSError, ValueError", "KeyError",
+        f"{A}/test_edges.py::test_standard_error_that_is_gone_ends_no_training"),
 ]  # fmt: skip

@@ -17,6 +17,9 @@ from fp8watch.layers import moved_linear
 from fp8watch.layers.moved_linear import DEVICE_KEY
 from fp8watch.numerics.formats import FORMATS
 from fp8watch.numerics.quantize_job import QuantizeJob
+from fp8watch.observer.observation_plan import ObservationPlan
+from fp8watch.recipe import delayed
+from fp8watch.session.site_placement import turns_of
 
 OPS = (
     "note_loss", "forward_ended", "quantize_dequantize", "quantize_codes", "look_at_output", "look_at_probe",
@@ -112,6 +115,51 @@ def test_operands_elsewhere_are_not_looked_at(attach, mlp):
     plan.observe(plan.sites.part((0,)), x, number=0)
     assert plan.slab.copy_rows().tobytes() == before
     assert watch.summary()["internal_errors"] == {}
+
+
+def test_in_a_warm_up_scales_with_a_history_see_operands_that_are_elsewhere(attach, monkeypatch):
+    def scales(elsewhere):
+        torch.manual_seed(0)
+        model, recipe = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), Square()), delayed(warmup_steps=2)
+        watch = attach(model, recipe=recipe, overhead_budget=None)
+        with monkeypatch.context() as patched:
+            patched.setattr(ObservationPlan, "elsewhere", lambda *_: elsewhere)
+            trained(model)
+        return [float(quantizer.state.scale) for quantizer in watch._plan.sites.quantizers]
+
+    assert scales(True) == scales(False) != [1.0] * 10
+
+
+class Square(nn.Module):
+    def forward(self, x):
+        return x.square().mean()
+
+
+class OnlyNorm(nn.LayerNorm):
+    """As one that a device map has put on another GPU: the only device here is the CPU."""
+
+    def parameters(self, recurse=True):
+        return iter([SimpleNamespace(device=torch.device("cuda:1"), requires_grad=True, grad=torch.ones(()))])
+
+
+def test_what_is_on_another_device_than_the_rows_is_told_as_such(attach, monkeypatch):
+    model = nn.Sequential(nn.Linear(64, 64), OnlyNorm(64), nn.Linear(64, 64), Square())
+    watch = attach(model, recipe="observe", overhead_budget=None)
+    monkeypatch.setattr(ObservationPlan, "note_probe", lambda *_: None)
+    trained(model)
+    assert watch._recorder.facts["silent"].startswith("1 (on cuda:1, and what is observed is on cpu")
+    assert watch._recorder.facts.get("not_called", "") == ""
+
+
+def test_a_module_of_transformer_engine_that_is_elsewhere_has_no_turn():
+    """Its checks would mix what is on two devices."""
+    here, there = nn.LayerNorm(64), OnlyNorm(64)
+    modules = [SimpleNamespace(module=module) for module in (here, there)]
+    te = SimpleNamespace(modules=modules, rows_of={id(modules[0]): [0, 1], id(modules[1]): [2, 3]})
+    plan = SimpleNamespace(
+        sites=SimpleNamespace(rows=range(5), foreign={}), slab=SimpleNamespace(device=torch.device("cpu"))
+    )
+    assert turns_of(plan, 0, te) == [0]
 
 
 @pytest.mark.parametrize("there", [("cuda:0", False), ("cuda:1", True)])

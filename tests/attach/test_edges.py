@@ -248,6 +248,28 @@ def test_a_module_without_its_weight_is_left_as_it_is(attach, odd):
     assert watch.summary()["internal_errors"] == {}
 
 
+class NoReader:
+    """What `2>&1 | head` leaves."""
+
+    def write(self, _text):
+        raise BrokenPipeError(32, "Broken pipe")
+
+    def flush(self):
+        pass
+
+
+@pytest.mark.parametrize("there", [None, NoReader()], ids=["closed", "no reader"])
+def test_standard_error_that_is_gone_ends_no_training(attach, monkeypatch, there):
+    model = chain()
+    with monkeypatch.context() as patched:
+        patched.setattr("sys.stderr", there)
+        watch = attach(model)
+        model(torch.randn(8, 64)).sum().backward()
+        watch.step()
+    assert watch.summary()["num_steps"] == 1
+    assert watch.summary()["internal_errors"] == {}
+
+
 def test_an_attach_that_fails_at_the_end_leaves_the_model_as_it_was(attach, monkeypatch):
     def broken(*_args, **_kwargs):
         raise MemoryError("planted")

@@ -109,6 +109,49 @@ OUTPUT = textwrap.dedent(
     """
 )
 
+GATHERED = textwrap.dedent(
+    """
+    import json, sys, torch, torch.distributed as dist, fp8watch
+    from torch import nn
+    from torch.distributed.fsdp import fully_shard
+    dist.init_process_group("gloo")
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.trunk, self.vision, self.teacher = nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64)
+            self.teacher.eval().requires_grad_(False)
+
+        def forward(self, x):
+            return self.trunk(x).pow(2).mean()
+
+    def shard(model):
+        for part in (*model.children(), model):
+            fully_shard(part)
+
+    torch.manual_seed(0)
+    model, facts = Model(), {}
+    if sys.argv[1] == "before":
+        shard(model)
+    watch = fp8watch.attach(model, recipe="observe", overhead_budget=None)
+    watch._recorder.update_facts = facts.update
+    if sys.argv[1] == "after":
+        shard(model)
+    if sys.argv[1] == "offloaded":  # as if it computed on a GPU
+        shard(model)
+        model.vision.__dict__["_fp8watch_device"] = torch.device("cuda:1")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for _ in range(3):
+        model(torch.randn(8, 64)).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+    told = {name: facts.get(name, "") for name in ("silent", "not_called", "blind")}
+    print("RESULT" + json.dumps([watch.summary()["num_steps"], watch.summary()["internal_errors"], told]), flush=True)
+    watch.detach()
+    dist.destroy_process_group()
+    """
+)
+
 
 def results(tmp_path, script, *arguments):
     for out in run_ranks(tmp_path, script, *arguments):
@@ -126,6 +169,17 @@ def test_what_is_sharded_behind_attach_trains_as_before_and_is_said_to_be_blind(
         assert ("down (spread over ranks" in silent) == (
             recipe == "observe"
         )  # with a forward of its own it has no site in FP8
+
+
+@pytest.mark.parametrize("sharded", ["before", "after", "offloaded"])
+def test_what_fsdp_gathers_and_nobody_called_is_not_said_to_be_spread_by_tensor_parallelism(tmp_path, sharded):
+    """Between forwards FSDP2 keeps a DTensor as well, and with an offload policy it keeps it on the CPU."""
+    for steps, errors, told in results(tmp_path, GATHERED, sharded):
+        assert (steps, errors) == (3, {})
+        assert told["not_called"] == "vision"
+        assert told["silent"].startswith("teacher (in evaluation mode and without gradients")
+        assert "tensor parallelism" not in told["silent"]
+        assert told["blind"] == ""
 
 
 def test_a_number_of_which_each_rank_has_a_part_is_not_waited_for(tmp_path):

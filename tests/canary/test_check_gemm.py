@@ -31,6 +31,20 @@ def test_every_recipe_passes(name) -> None:
     assert {r.status for r in found if r.where.endswith(name)} == {"PASS"}
 
 
+def test_kernels_that_raise_are_rows_of_the_table(capsys, monkeypatch) -> None:
+    """A library that refuses what its probe has promised, and a quantiser that does not compile."""
+
+    def refuses(*_args, **_kwargs):
+        raise RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED\nand more")
+
+    monkeypatch.setattr(emulated_gemm, "fprop", refuses)
+    assert main([*ONE, "--failures"]) == 1
+    assert "fprop: CUBLAS_STATUS_NOT_SUPPORTED; dgrad: error" in capsys.readouterr().out
+    monkeypatch.setattr(reference, "quantize", refuses)
+    assert main([*ONE, "--failures"]) == 1
+    assert "input rowwise: CUBLAS_STATUS_NOT_SUPPORTED; input columnwise: " in capsys.readouterr().out
+
+
 def test_a_broken_kernel_fails_and_is_the_exit_status(capsys, monkeypatch) -> None:
     right = emulated_gemm.dgrad
     monkeypatch.setattr(emulated_gemm, "dgrad", lambda *a: right(*a) * 1.31)

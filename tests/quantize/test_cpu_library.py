@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -248,6 +249,30 @@ def test_a_cache_folder_is_for_its_owner_alone(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert cpu_library.cache_folder() == tmp_path / "home" / ".cache" / "fp8watch"
+
+
+@pytest.mark.parametrize(
+    "failed",
+    [OSError(errno.EDQUOT, "Disk quota exceeded"), cpu_compiler.Unavailable("cc: No space left on device")],
+    ids=["here", "in the compiler"],
+)
+def test_a_cache_without_room_is_passed_over(
+    failed: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A quota of a home folder that is used up."""
+    tried: list[Path] = []
+
+    def from_folder(folder: Path, *_: Any) -> str:
+        tried.append(folder)
+        if folder == tmp_path / "fp8watch":
+            raise failed
+        return "the library"
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(cpu_library, "_from_folder", from_folder)
+    assert cpu_library._obtain() == "the library"
+    assert tried[0] == tmp_path / "fp8watch"
+    assert len(tried) == 2
 
 
 @pytest.mark.heavy(5, "fp8watch/kernels", first=True)

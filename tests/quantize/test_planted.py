@@ -13,6 +13,8 @@ INTO = "tests/quantize/test_into_slab.py"
 P = "tests/quantize/test_cpu_paths.py"
 C = "fp8watch/kernels/cpu_source"
 BUGS = [
+    Bug("a cache without room is passed over", "cpu_library:_obtain", "except OSError as error:", "except KeyError as error:",
+        "tests/quantize/test_cpu_library.py::test_a_cache_without_room_is_passed_over"),
     Bug("a device on which no kernel runs is passed over", "triton:probe", "return _trial(str(device))", "return None",
         "tests/interpreter/test_probe.py::test_a_device_on_which_no_kernel_runs_is_passed_over_with_the_reason"),
     Bug("numbers of one dtype are put together", "host_copy:side_by_side", "alike.setdefault(one.dtype, [])", "alike.setdefault(name, [])",

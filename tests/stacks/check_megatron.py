@@ -18,7 +18,7 @@ with on_the_cpu():
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 from fp8watch.integrations.megatron import attach_megatron
-from fp8watch_agent.record import StepStatus
+from fp8watch_agent.record import StepPresent, StepStatus
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -82,4 +82,5 @@ def test_an_overflow_is_a_skipped_step(kept):
     wanted = [StepStatus.OK if updated else StepStatus.SKIPPED for _, updated, _ in seen]
     assert StepStatus.SKIPPED in wanted
     assert [int(header["status"]) for header, *_ in kept[0].steps] == wanted
+    assert all(int(header["present"]) & StepPresent.LOSS_SCALE for header, *_ in kept[0].steps)
     assert kept.steps() == [1, 2, 3, 4]

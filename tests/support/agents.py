@@ -101,7 +101,10 @@ class Collector:
         if len(raw) > self.max_body_bytes:
             return Reply(413)
         if path.endswith("/tile-maps"):
-            maps = wire.decode_tile_maps(raw)
+            try:
+                maps = wire.decode_tile_maps(raw)
+            except wire.TooLarge:
+                return Reply(413)
             self.maps[maps.seq] = raw
             return reply or Reply(200, body=json.dumps({"acked": maps.seq}).encode())
         batch = wire.decode_batch(raw)
@@ -261,6 +264,15 @@ def make_maps(num_maps: int) -> list[TileMap]:
         )
         for i in range(num_maps)
     ]
+
+
+def flat_map(num_rows: int, num_columns: int, step: int = 0) -> TileMap:
+    """A tile map in which nothing is: it takes no memory here, and a few bytes on the wire."""
+    columns = ("amax", "<u2"), ("scale_inv", "<f4"), ("flags", "u1"), ("num_nonfinite", "<u2"), ("num_underflow", "<u2")
+    nothing: dict[str, Any] = {
+        name: np.broadcast_to(np.zeros(1, dtype), num_rows * num_columns) for name, dtype in columns
+    }
+    return TileMap(site=make_sites(1)[0].id, step=step, shape=(num_rows, num_columns), **nothing)
 
 
 def record(recorder: Recorder, steps: Iterable[int], num_sites: int = 3) -> None:
