@@ -51,7 +51,7 @@ def test_an_expert_that_gets_tokens_again_has_no_outlier(last: range) -> None:
 
 
 def test_nor_has_it_where_each_second_step_is_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Statistics, "_is_sampled", lambda self, _: self.num_steps % 2 == 1)
+    monkeypatch.setattr(Statistics, "sample", lambda self, now, **_: now if self.num_steps % 2 == 0 else None)
     assert told(with_tokens([*EARLY, *range(43, 49), *range(140, 160)])) == []
 
 

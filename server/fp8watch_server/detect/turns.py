@@ -43,6 +43,8 @@ class Turns:
         if _is_of_most(now, num_known):
             self._steps, self._most = [], max(_num_records(now), self._most // 2)
             return now
+        if not _num_records(now):
+            return None
         self._steps = [step for step in self._steps if now.step - KEPT_STEPS < step.step < now.step]
         whole = CrossRankStep(now.views, now.table, self._steps)
         took_long = bool(self._steps) and now.step - self._steps[0].step >= LONGEST_ROUND - 1
