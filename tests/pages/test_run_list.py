@@ -172,7 +172,7 @@ def test_every_condition_of_the_list_is_a_link_and_nonsense_is_none(client: http
     for odd in (
         "?page=-1&sort=x&status=&severity=mild",
         "?page=99999999999",
-        "?q=%00&tag=%00&archived=2",
+        "?q=%01&tag=%7F&archived=2",
         "?q=%25%5F%5C",
     ):
         assert client.get(f"/{odd}").status_code == 200, odd
