@@ -69,7 +69,7 @@ BUGS = [
     Bug(
         "a map that comes alone is told of",
         "tile_maps:commit_tile_maps",
-        "conn.execute(sa.update(t.run).where(*heard).values(last_seen_at=now))",
+        "conn.execute(sa.update(t.run).where(r.run_id == maps.run, r.tenant == tenant).values(last_seen_at=now))",
         "pass",
         f"{B}/test_maps_that_come_later.py::test_they_appear_on_the_open_page_of_the_incident_and_on_the_map_itself",
     ),
