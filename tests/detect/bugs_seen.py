@@ -390,4 +390,11 @@ SEEN_TO_BE_WRONG = [
         "of_step",
         f"{TURNS}::test_a_fault_is_found_in_a_few_rounds_and_under_its_name",
     ),
+    Bug(
+        "a weight that was written within a round was written in its step",
+        "families.corruption:Corruption._notice_written",
+        "self._writes = _Writes(step,",
+        "self._writes = _Writes(now.step,",
+        f"{TURNS}::test_a_weight_that_was_written_within_a_round_was_written_in_its_step",
+    ),
 ]

@@ -12,8 +12,10 @@ from detect.play import causes, play
 from detect.scenarios import BY_NAME, Case
 from detect.trace import Trace, healthy
 
+from fp8watch_agent.training_names import WEIGHTS_CHANGED, WEIGHTS_LOOKED
 from fp8watch_server.detect.cross_rank_step import CrossRankStep
 from fp8watch_server.detect.engine import DetectionEngine
+from fp8watch_server.detect.families.corruption import Corruption
 from fp8watch_server.detect.finding import Evidence
 from fp8watch_server.detect.step_view import BatchColumns, SiteTable
 from fp8watch_server.detect.turns import LONGEST_ROUND, Turns
@@ -124,3 +126,16 @@ def test_an_engine_is_saved_and_read_back_in_the_midst_of_a_round() -> None:
             engine = DetectionEngine.load(engine.dump(), trace.facts)
         assert engine.observe(batch) == []
     assert engine._light_apart() <= LONGEST_ROUND
+
+
+def test_a_weight_that_was_written_within_a_round_was_written_in_its_step() -> None:
+    trace = in_turns(healthy(seed=1, num_steps=112))
+    at = np.full(112, np.nan)
+    at[80] = 3.0
+    trace.logs |= {WEIGHTS_CHANGED: at, WEIGHTS_LOOKED: np.where(np.isnan(at), at, 9.0)}
+    found = steps_of(trace, table_of(trace))
+    whole = CrossRankStep(found[84].views, found[84].table, found[76:84])
+    corruption = Corruption(len(found[0]))
+    corruption._notice_written(whole)
+    assert corruption._writes is not None
+    assert (corruption._writes.step, corruption._writes.changed) == (80, 3)

@@ -216,15 +216,16 @@ class Corruption(Detector):
     def _notice_written(self, now: CrossRankStep) -> None:
         self._num_steps += 1
         views = sorted((v for step in [now, *reversed(now.earlier)] for v in step.views), key=lambda view: view.rank)
-        logs = next((logs for view in views if (logs := view.logs()).get(WEIGHTS_CHANGED)), None)
-        if logs is None:
+        told = next(((view.step, logs) for view in views if (logs := view.logs()).get(WEIGHTS_CHANGED)), None)
+        if told is None:
             return
+        step, logs = told
         last, self._last_written = self._last_written, self._num_steps
         self._writes = None
         if last is None or self._num_steps - last > WRITTEN_BEFORE:
             name = next((n.removeprefix(p) for n in logs for p in (WRITTEN, CHANGED) if n.startswith(p)), "")
             looked = int(logs.get(WEIGHTS_LOOKED, 0))
-            self._writes = _Writes(now.step, int(logs[WEIGHTS_CHANGED]), looked, name.rpartition(" of ")[2])
+            self._writes = _Writes(step, int(logs[WEIGHTS_CHANGED]), looked, name.rpartition(" of ")[2])
 
     def _written(self, now: CrossRankStep, leap: Mask, last_at: npt.NDArray[np.int64]) -> tuple[int, int, bool] | None:
         """(weights that something wrote since the looks before, of those looked at, whether the one that leaped is known to be one of
