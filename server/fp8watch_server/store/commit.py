@@ -35,9 +35,9 @@ from fp8watch_server.store import batch_dedup
 from fp8watch_server.store.registrations import KeyReused, RankMismatch, Unknown, WrongKey, key_fits
 
 CAPTURE_STEPS = 16
+"""Number of steps after an incident's last one for which full tile maps are requested."""
 CAPTURED_SPAN_STEPS = 256
 """An incident that lasts longer is asked about no more: what lasts is seen from its first steps, and its maps would fill the disk."""
-"""Number of steps after an incident's last one for which full tile maps are requested."""
 MAX_CAPTURE_SITES = 64
 MAX_KNOWN_RUNS = 256
 MAX_ALIKE, MAX_ALIKE_BYTES = 16, 1 << 13
