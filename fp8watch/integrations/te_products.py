@@ -19,6 +19,7 @@ from torch import Tensor
 
 from fp8watch.integrations.te_frames import Frame
 from fp8watch.integrations.te_modules import name_of
+from fp8watch.integrations.te_tensors import is_per_tensor
 
 _TOLD_AT = {"TN": ("input", "rowwise"), "NN": ("grad_output", "rowwise"), "NT": ("grad_output", "columnwise")}
 """Layout -> operand and direction of the row that a product belongs to: fprop, dgrad, wgrad."""
@@ -69,7 +70,10 @@ def products_of(
         found = [(name_of(te, index), a, b, made, bias)]
     products = []
     for name, left, right, output, added in found:
-        row = rows.get((name, *_TOLD_AT[layout]))
+        operand, direction = _TOLD_AT[layout]
+        if direction == "columnwise" and is_per_tensor(right, True):
+            direction = "rowwise"  # the row of both
+        row = rows.get((name, operand, direction))
         if row is None or type(output) not in (Tensor, torch.nn.Parameter) or not output.numel():
             continue
         if output.is_floating_point() and output.dtype.itemsize > 1:

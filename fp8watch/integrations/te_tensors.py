@@ -96,6 +96,11 @@ def direction_of(tensor: Any, columnwise: bool) -> Any:
     return tensor
 
 
+def is_per_tensor(tensor: Any, columnwise: bool) -> bool:
+    """Whether one scale is that of all codes, so that both directions have the same."""
+    return hasattr(direction_of(tensor, columnwise), "_scale_inv")
+
+
 def _format(tensor: Any) -> Fp8Format | None:
     """Format by name: the enumeration is a C++ one before 2.17, and later an IntEnum, whose str() is a number."""
     kind = tensor._fp8_dtype

@@ -349,6 +349,9 @@ class TeObserver:
                 if not ahead and (index, operand, columnwise) not in frame.observed:
                     self.unread.note(tensor, view, row)
                 return None
+            if columnwise and view.tile == view.shape:  # per tensor: codes and scale are those of rowwise, which
+                tensor, columnwise = direction_of(tensor, True), False  # nobody reads where no gradient goes on
+                row = self._rows[name_of(te, index), operand, "rowwise"]
             if view.codes.numel():  # else an expert without tokens
                 self._observe(frame, index, tensor, operand, columnwise, offset, view, row)
             return view.shape[0]
@@ -368,8 +371,6 @@ class TeObserver:
         view: QuantizedView,
         row: int,
     ) -> None:
-        if columnwise and view.tile == view.shape:
-            return  # per tensor: the same codes and scale as rowwise
         if (index, operand, columnwise) in frame.observed:
             return
         frame.observed.add((index, operand, columnwise))

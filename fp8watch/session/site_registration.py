@@ -31,6 +31,7 @@ class SiteRegistration:
     recorder: Recorder
     say: Callable[[str], None]
     observed: bool = False  # a step was: its rows show which sites are called
+    known: npt.NDArray[np.bool_] = field(init=False)  # of each row whether its site is registered
     _registered: set[int] = field(default_factory=set)  # rows of the table
     _said_recompute: bool = False
     _silence: Silence = field(init=False)
@@ -41,6 +42,7 @@ class SiteRegistration:
 
     def __post_init__(self) -> None:
         self._silence = Silence(self.attachment)
+        self.known = np.zeros(len(self.attachment.table), dtype=np.bool_)
 
     def stop(self) -> None:
         """The watch ends."""
@@ -61,6 +63,7 @@ class SiteRegistration:
             te = self.attachment.te
             self.recorder.register_sites([describe(r, table[r], int(rows["order"][r]), sites, te, recipe) for r in new])
             self._registered.update(new)
+            self.known[new] = True
         if not whole:
             return
         decides = False

@@ -266,6 +266,8 @@ class StepFlush:
         else:
             rows = self._rows_here()
         self.registration.see(rows, whole=left.status is not StepStatus.ABORTED)
+        if self.te is not None:  # what a product left at an operand that could not be read: nobody knows its site
+            rows["measured"][~self.registration.known] = 0
         numbers = left.numbers
         if "numbers" in parts:
             numbers.update(zip(left.names, parts["numbers"].tolist(), strict=True))

@@ -40,6 +40,8 @@ class Line:
         self.engine.add_sites(self.sites)
 
     def record_step(self, step, site_ids, rows, logs, batch_id, experts=None):
+        unknown = [int(i) for i in site_ids if int(i) not in self.sites]
+        assert not unknown, f"{len(unknown)} sites are not registered: a collector refuses the batch"
         steps = np.array([step])
         header = Header(
             "run", "0" * 32, 0, len(self.rows), int(step["step"]), 1, len(rows), logs={k: [v] for k, v in logs.items()}

@@ -36,6 +36,16 @@ def chain(te):
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_gradient_of_a_first_layer_is_seen_in_its_wgrad(te, watched, recipe):
+    """Where the input asks for no gradient, nothing reads the rowwise copy, which is all that there is of one tensor's codes."""
+    watch = watched(nn.Sequential(te.Linear(FEATURES, HIDDEN, params_dtype=torch.bfloat16)))
+    watch.train(recipe_of(recipe), lambda model, x: model(x.detach()))
+    direction = "rowwise" if recipe in PER_TENSOR else "columnwise"
+    assert len(watch.seen["0", "grad_output", direction]) == 2
+    assert dict(watch.guard.errors) == {}
+
+
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "plain"])
 @pytest.mark.parametrize("kind", te_modules.KINDS)
 @pytest.mark.parametrize("recipe", RECIPES)

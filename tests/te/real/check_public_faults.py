@@ -210,6 +210,17 @@ def test_what_nobody_wrote_of_an_expert_is_the_kernels(te, run, monkeypatch, whi
     assert said[0][2] <= 1
 
 
+def test_a_product_of_what_cannot_be_read_leaves_no_row_of_a_site_that_nobody_knows(te, run, monkeypatch):
+    observer = importlib.import_module("fp8watch.integrations.transformer_engine")
+    right = observer.read
+    monkeypatch.setattr(
+        observer, "read", lambda tensor, columnwise: "not known" if columnwise else right(tensor, columnwise)
+    )
+    line = run(te, two(te), recipe_of("Float8BlockScaling"), steps=20)
+    assert {s.direction for s in line.sites.values()} == {"rowwise"}
+    assert len(line.rows) == 20
+
+
 @pytest.mark.parametrize(
     "recipe", ["Float8BlockScaling", "Float8CurrentScaling", "DelayedScaling", "MXFP8BlockScaling"]
 )
