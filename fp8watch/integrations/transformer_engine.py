@@ -29,6 +29,7 @@ import torch
 from torch import nn
 
 from fp8watch.integrations import te_debug
+from fp8watch.integrations.te_amax_group import AmaxGroup
 from fp8watch.integrations.te_frames import Frame, Hook
 from fp8watch.integrations.te_modules import (
     SiteNumerics,
@@ -107,6 +108,7 @@ class TeObserver:
         self.sample, self._num_steps = EVERYTHING, 0
         self._debugs, self._places = False, {id(te): place for place, te in enumerate(modules)}
         self._suspects: dict[int, torch.Tensor] = {}
+        self.amax_group = AmaxGroup()
         self._local = threading.local()
         self._hooks: list[Any] = []
         self._seams = Seams()
@@ -161,6 +163,7 @@ class TeObserver:
     def end_step(self) -> None:
         """Report what could not be read in this sampled step."""
         names = {row: fqn for (fqn, *_), row in self._rows.items()}
+        self._guard.run("te amax group", self.amax_group.look, [te.module for te in self.modules], self._tell)
         self._guard.run("te unread", self.unread.report, self.numerics, names, self.version, self._tell)
 
     def note_operand(self, operand: str, x: torch.Tensor, layer: str | None = None) -> None:

@@ -11,6 +11,9 @@ Where operands are read for their statistics alone, as in recipe="observe", and 
 step, amax and counts have turns as well: all operands of a Linear in the same step. Then full statistics and outputs have
 theirs among those.
 
+Ranks whose scales must agree are compared by those of the same step. Where sites have turns and ranks share their amax, each
+site has a turn more in 128 steps that goes by the site alone.
+
 Both directions of an operand have their turn together, since one read gives both. So have the inputs of modules side by
 side (q, k and v; gate and up), which may be one tensor, and all operands of a module of Transformer Engine.
 """
@@ -30,6 +33,8 @@ from fp8watch.session.sampling_schedule import Schedule
 from fp8watch.session.sites import SlabSite
 
 Ints = npt.NDArray[np.int64]
+COMMON_EVERY = 128
+"""Steps in which each site is looked at once in the same step on all ranks, where their scales are to be compared."""
 
 
 class Turns:
@@ -86,6 +91,7 @@ class SiteRotation:
         self._full, self._outputs, self._maps = (Turns(units, rank, world_size) for _ in range(3))
         self._units, self._light, self._together = units, Turns(together, rank, world_size), together
         self._hashes, self._hash_every = Turns(weights), schedule.hash_every
+        self._common = Turns(units)
         self._mode, self._late = tile_maps, late
 
     def sample(
@@ -98,6 +104,7 @@ class SiteRotation:
         full: bool,
         outputs: bool,
         followed: Sequence[int] = (),
+        common: bool = False,
     ) -> StepSample:
         """What a step looks at.
 
@@ -109,6 +116,7 @@ class SiteRotation:
             full: full statistics of all sites.
             outputs: all outputs and gradients.
             followed: rows with full statistics whoever's turn it is.
+            common: scales of ranks are to be compared.
         """
         mode, n = self._mode
         maps: ByRow = self._maps.of(step, n) if mode == "every" else YES if mode == "all" else NO
@@ -127,10 +135,12 @@ class SiteRotation:
                 light = YES
             elif maps is not NO:
                 light = self._whole_units(light, maps)
+        if common and not full:
+            mine = _either(mine, self._common.of(step, COMMON_EVERY))
         if followed and not full:
             mine = self._with(mine, followed)
-            if isinstance(light, bytes):
-                light = self._whole_units(light, mine)
+        if (common or followed) and not full and isinstance(light, bytes):
+            light = self._whole_units(light, mine)
         return StepSample(
             full=YES if full else mine,
             outputs=YES if outputs else looked,
@@ -161,6 +171,11 @@ class SiteRotation:
         units[self._together[mine]] = True
         turn: bytes = units[self._together].tobytes()
         return turn
+
+
+def _either(one: bytes, other: bytes) -> bytes:
+    turn: bytes = (np.frombuffer(one, dtype=np.bool_) | np.frombuffer(other, dtype=np.bool_)).tobytes()
+    return turn
 
 
 def rotating_units(table: Sequence[SlabSite], together: Iterable[Sequence[int]] = ()) -> Ints:

@@ -73,6 +73,7 @@ class StepCycle:
                 first=self._is_first,
                 full=step <= follow.full_until,
                 followed=flush.events.rows if step <= follow.sites_until else (),
+                common=flush.te is not None and flush.te.amax_group.known,
                 # on the CPU looked at in a step that is measured: part of what full statistics cost
                 outputs=step <= follow.outputs_until or (plan.stopwatch is not None and not flush.copies.late),
             )

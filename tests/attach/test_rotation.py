@@ -14,7 +14,7 @@ from fp8watch.numerics.tile_stats import HEAVY
 from fp8watch.observer.nonfinite_checks import OUTPUTS_EVERY
 from fp8watch.session.overhead_budget import FIRST_STEPS
 from fp8watch.session.sampling_schedule import Schedule
-from fp8watch.session.site_rotation import SiteRotation, Turns, light_units, rotating_units, weight_units
+from fp8watch.session.site_rotation import COMMON_EVERY, SiteRotation, Turns, light_units, rotating_units, weight_units
 from fp8watch.session.sites import SlabSite
 from fp8watch_agent.record import Measured, holds
 
@@ -117,6 +117,28 @@ def test_where_light_rows_have_turns_too_all_of_a_linear_is_looked_at_together_a
     for everything in ({"first": True}, {"full": True}, {"outputs": True}):
         flags = {"first": False, "full": False, "outputs": False} | everything
         assert all(rotation.sample(640, 64, light_every, **flags).light[row] for row in rows)
+
+
+@pytest.mark.parametrize("light_every", [1, 16])
+def test_ranks_that_share_scales_look_at_each_site_in_one_step_whatever_their_turns(light_every):
+    sites = table(4)
+    units, linears = rotating_units(sites), light_units(sites)
+
+    def looks(rank: int, every: int, common: bool) -> np.ndarray:
+        of_rank = SiteRotation(units, units, linears, Schedule(), ("triggered", 0), rank=rank, world_size=4)
+        flags = {"first": False, "full": False, "outputs": False, "common": common}
+        of = [of_rank.sample(s, every, light_every, **flags) for s in range(2 * COMMON_EVERY)]
+        full, light = (
+            np.array([[getattr(s, name)[row] for row in range(len(sites))] for s in of]) for name in ("full", "light")
+        )
+        assert not (full & ~light.astype(bool)).any()
+        return full.astype(bool)
+
+    for common in (True, False):
+        together = looks(0, 32, common) & looks(1, 32, common) & looks(2, 48, common) & looks(3, 64, common)
+        assert together.sum(axis=0).min() >= 2 * common
+        assert together.any() == common
+    assert looks(0, 32, True).sum() <= 1.5 * looks(0, 32, False).sum()
 
 
 def test_linears_that_read_one_tensor_are_looked_at_in_the_same_step():

@@ -409,9 +409,9 @@ MODES = [
     ),
     Bug(
         "cross-rank-disagreement",
-        "replica_consistency:Agreement._scales",
-        "                both = has[at].all(axis=0)\n                differ = both & (columns[at] != columns[at[0]]).any(axis=0)\n",
-        "                both = has[at].all(axis=0)\n                differ = both & (columns[at] > 2 * columns[at[0]]).any(axis=0)\n",
+        "scale_agreement:_compared",
+        "both & (high != low)",
+        "both & (high > 9 * low)",
         _scenario("cross-rank-disagreement"),
     ),
     Bug(

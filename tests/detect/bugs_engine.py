@@ -10,10 +10,10 @@ T = "tests/detect"
 REPORTS = [
     Bug(
         "windows of ranks are of other steps and not compared",
-        "replica_consistency:Agreement._scales",
-        'has &= ~_by_rank(now, "window_steps_back", Measured.WINDOW, np.int64)[1]',
+        "scale_agreement:ScaleAgreement.observe",
+        'has &= ~by_rank(now, "window_steps_back", Measured.WINDOW, np.int64)[1]',
         "pass",
-        f"{T}/test_merged.py::test_a_fault_of_all_ranks_is_named_at_its_place_though_each_sends_little[scale-collapse]",
+        f"{T}/test_shared_scales.py::test_rows_of_several_steps_are_not_compared_between_ranks",
     ),
     Bug(
         "more of a step is no late step",
@@ -144,9 +144,9 @@ REPORTS = [
     ),
     Bug(
         "the group that was not reduced over is named",
-        "replica_consistency:Agreement._axes",
-        "                blamed.append(axis)\n",
-        "                pass\n",
+        "scale_agreement:_blamed",
+        "            blamed.append(axis)\n",
+        "            pass\n",
         f"{T}/test_reports.py::test_amax_reduced_over_the_wrong_group_is_named_with_the_group",
     ),
     Bug(

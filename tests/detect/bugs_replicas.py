@@ -11,6 +11,7 @@ _WITHIN = f"{_T}::test_a_weight_that_differs_within_a_part_is_told_with_the_rank
 _EQUAL = f"{_T}::test_weights_that_something_else_keeps_equal_must_agree"
 _WHOSE = f"{_T}::test_who_got_whose_gradients"
 _ALIKE = f"{_T}::test_gradients_that_are_alike_or_0_do_not_tell_whose_they_are"
+_SHARED = "tests/detect/test_shared_scales.py"
 _KNOWN = f"{_T}::test_a_rank_that_is_not_known_and_a_new_session_are_of_one_part"
 
 OF_REPLICAS = [
@@ -141,4 +142,67 @@ OF_REPLICAS = [
         f"{_T}::test_which_rank_is_named_does_not_hang_on_who_came_first",
     ),
     Bug("sessions that begin anew", "gradient_sketches:GradientParts.forget", "self._part.clear()", "", _KNOWN),
+    Bug(
+        "ranks of one declared group",
+        "scale_agreement:_declared",
+        "_parted(over) if len(part) > 1]",
+        "_parted(over) if len(part) > 9]",
+        f"{_SHARED}::test_ranks_of_one_group_must_agree_from_the_first_step_on",
+    ),
+    Bug(
+        "a group is held against the mesh",
+        "scale_agreement:_declared",
+        "if len({over[int(i)] for i in p}) > 1]",
+        "if False]",
+        f"{_SHARED}::test_a_group_that_leaves_tensor_parallel_ranks_apart_is_named_with_its_ranks_and_the_axis",
+    ),
+    Bug(
+        "a group is of delayed scales",
+        "scale_agreement:ScaleAgreement.observe",
+        "has &= ~now.table.current_scaling[None, :]",
+        "pass",
+        f"{_SHARED}::test_a_group_is_held_against_delayed_scales_alone",
+    ),
+    Bug(
+        "scales are learned along an axis",
+        "scale_agreement:_along",
+        "for axis in axes if len(axes) > 1 else []:",
+        "for axis in []:",
+        f"{_SHARED}::test_what_ranks_had_in_common_along_an_axis_they_must_keep",
+    ),
+    Bug(
+        "ranks of the group that differs along an axis",
+        "scale_agreement:ScaleAgreement._as_learned",
+        "order[group_of[order] == np.unique(group_of)[which]]",
+        "order",
+        f"{_SHARED}::test_what_ranks_had_in_common_along_an_axis_they_must_keep",
+    ),
+    Bug(
+        "scales that agreed a few times",
+        "scale_agreement:ScaleAgreement._as_learned",
+        "must = agreed >= LEARN_STEPS",
+        "must = agreed >= 0",
+        f"{_SHARED}::test_ranks_that_never_shared_their_amax_are_not_compared",
+    ),
+    Bug(
+        "ranks that hold a site",
+        "scale_agreement:_compared",
+        "both = np.add.reduceat(there.astype(np.int64), first, axis=0) >= 2",
+        "both = np.logical_and.reduceat(there, first, axis=0)",
+        f"{_SHARED}::test_of_a_stage_of_a_pipeline_those_ranks_are_compared_that_hold_the_site",
+    ),
+    Bug(
+        "a rank that is not there teaches nothing",
+        "scale_agreement:ScaleAgreement._as_learned",
+        "moved = (held == self._num_holders) & (largest != self._last)",
+        "moved = largest != self._last",
+        f"{_SHARED}::test_a_rank_that_is_not_there_teaches_nothing",
+    ),
+    Bug(
+        "scales of a new session are learned anew",
+        "replica_consistency:Agreement.session",
+        "            self._scales = ScaleAgreement()\n",
+        "            pass\n",
+        f"{_SHARED}::test_a_new_session_learns_anew",
+    ),
 ]

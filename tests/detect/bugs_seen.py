@@ -224,7 +224,7 @@ SEEN_TO_BE_WRONG = [
     ),
     Bug(
         "of two replicas that differ neither is called wrong",
-        "replica_consistency:_sides",
+        "families.sides:sides_of",
         "if counts[best] == counts[second]:",
         "if len(counts) > 9:",
         f"{SEEN}::test_of_two_replicas_that_differ_neither_is_called_wrong",

@@ -14,7 +14,7 @@ from detect.trace import Trace, healthy
 
 from fp8watch_agent.record import Measured
 from fp8watch_server.detect.engine import DetectionEngine
-from fp8watch_server.detect.families.replica_consistency import _sides
+from fp8watch_server.detect.families.sides import sides_of
 from fp8watch_server.detect.modes.recipe_mismatch.detector import mismatch
 from fp8watch_server.detect.sessions import SessionFacts, differences
 from fp8watch_server.incidents.explain import Explanation, explain
@@ -443,10 +443,10 @@ def test_of_two_replicas_that_differ_neither_is_called_wrong(num_ranks: int, tie
 
 
 def test_what_is_shown_of_several_odd_ranks_is_that_of_the_rank_that_is_named() -> None:
-    sides = _sides([3, 0, 1, 2, 4], np.array([7, 5, 5, 9, 5]))
+    sides = sides_of([3, 0, 1, 2, 4], np.array([7, 5, 5, 9, 5]))
     assert (sides.odd, sides.value, sides.other, sides.tied) == ([2, 3], 9, 5, False)
-    assert _sides([1, 0], np.array([7, 5])) == ([0, 1], 5, 7, True)
-    assert _sides([3, 2, 1, 0], np.array([5, 7, 7, 5])) == ([0, 1, 2, 3], 5, 7, True)
+    assert sides_of([1, 0], np.array([7, 5])) == ([0, 1], 5, 7, True)
+    assert sides_of([3, 2, 1, 0], np.array([5, 7, 7, 5])) == ([0, 1, 2, 3], 5, 7, True)
 
 
 def test_shards_that_begin_as_equal_zeros_are_not_taken_for_replicas() -> None:

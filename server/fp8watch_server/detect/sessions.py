@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from fp8watch_agent.amax_group import AMAX_RANKS_FACT
 from fp8watch_agent.experts import EXPERTS_FACT
 from fp8watch_agent.module_settings import SETTING, SETTINGS_FACT, decode_settings
 from fp8watch_agent.roles import (
@@ -56,6 +57,7 @@ _IGNORED = frozenset(
             "replaced",
             "device",
             "restart_count",
+            AMAX_RANKS_FACT,  # of the group that this rank is in
             ROLES_FACT,
         ),
         EXPERTS_FACT,

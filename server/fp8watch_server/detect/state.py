@@ -33,7 +33,7 @@ from fp8watch_server.detect import (
     step_alignment,
     tallies,
 )
-from fp8watch_server.detect.families import degenerate, gradient_sketches, replica_consistency
+from fp8watch_server.detect.families import degenerate, gradient_sketches, replica_consistency, scale_agreement
 from fp8watch_server.detect.modes import DETECTORS
 from fp8watch_server.detect.modes.recipe_mismatch import scale_history
 
@@ -42,6 +42,7 @@ MAX_STATE_BYTES = 256 << 20
 
 _ENGINE = (
     replica_consistency.Agreement,
+    scale_agreement.ScaleAgreement,
     gradient_sketches.GradientParts,
     step_alignment.Assembly,
     step_alignment._Rank,

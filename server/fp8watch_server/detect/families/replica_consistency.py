@@ -1,12 +1,11 @@
-"""Ranks that must agree: mode 20, cross-rank-disagreement, and mode 15 by the hash of the weights.
+"""Ranks that must agree: mode 15 by the hash of the weights, and mode 20 by their scales (`scale_agreement`).
 
 Shapes:     columns [ranks, S] of one step -> at most one finding a mode
 Thread:     detect worker
 
-Compared is only what must be equal: hashes of weights between replicas (equal tp, pp and ep coordinates), and scales of
-tensors over the group that their recipe reduces amax over. Blockwise scales of inputs and gradients differ between
-ranks by right, and sharded weights are different tensors. Where the mesh or the reduction was not declared, ranks that
-have agreed for several samples in everything must go on agreeing; ranks that never did are not compared.
+Compared is only what must be equal: hashes of weights between replicas (equal tp, pp and ep coordinates); sharded weights are
+different tensors. Where the mesh was not declared, ranks that have agreed in most weights must go on agreeing; ranks that never did
+are not compared.
 
 Ranks are replicas because each gets the gradients of all. Those that never got one of each other's (`gradient_sketches`), and whose
 weights nothing else keeps equal, are none, however they began: local SGD averages weights now and then. That is said once, as information; within a part that shares its gradients weights are compared as ever.
@@ -14,8 +13,7 @@ weights nothing else keeps equal, are none, however they began: local SGD averag
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +21,8 @@ import numpy.typing as npt
 from fp8watch_agent.record import Measured
 from fp8watch_server.detect.cross_rank_step import CrossRankStep
 from fp8watch_server.detect.families.gradient_sketches import GradientParts
+from fp8watch_server.detect.families.scale_agreement import ScaleAgreement
+from fp8watch_server.detect.families.sides import by_rank, minority, sides_of
 from fp8watch_server.detect.finding import Evidence, Finding
 from fp8watch_server.detect.sessions import SessionFacts
 from fp8watch_server.detect.step_view import WEIGHT, Mask
@@ -30,15 +30,11 @@ from fp8watch_server.detect.step_view import WEIGHT, Mask
 Array = npt.NDArray[Any]
 SHARDED = ("tp", "pp", "ep", "cp_weights")
 """Mesh axes along which weights are different tensors."""
-LEARN_STEPS = 8
-"""Samples in which ranks must have agreed before they have to."""
 MOST_AGREED, AGREED_TIMES = 8, 4
 """Weights that agreed between ranks which get no gradients of each other, and how many times as many as differed: more are kept equal by
 something else than gradients."""
 SURE_STEPS = 8
 """Steps in which those that were compared agreed, from which on they are known to be kept so: what differs later is wrong, however many do."""
-REDUCTION_FACT = "amax_reduction"
-"""Fact of a session: mesh axes that amax is reduced over, as "dp,tp"."""
 
 
 class Agreement:
@@ -50,8 +46,7 @@ class Agreement:
         self._compared: dict[
             tuple[int, int], tuple[Array, Array]
         ] = {}  # pair -> weights that ever agreed, ever differed
-        self._agreed_scales: Array = np.zeros(0, dtype=np.int64)
-        self._last_scale: Array = np.zeros(0)
+        self._scales = ScaleAgreement()
         self._parts = GradientParts()
         self._num_agreed = self._num_differed = 0  # weights, between parts that are known
         self._num_steps_equal = 0  # in which all of them agreed that were compared
@@ -63,6 +58,7 @@ class Agreement:
         known = self._sessions.get(facts.rank)
         if known is not None and known.session != facts.session:
             self._parts.forget()
+            self._scales = ScaleAgreement()
             self._num_agreed = self._num_differed = self._num_steps_equal = 0
             self._kept_equal = self._told_parts = False
         self._sessions[facts.rank] = facts
@@ -77,7 +73,7 @@ class Agreement:
         corrupted = self._hashes(now, ranks)
         if corrupted is not None:
             found.append(corrupted)
-        differ = self._scales(now, ranks)
+        differ = self._scales.observe(now, ranks, self._sessions)
         if differ is not None:
             found.append(differ)
         return found
@@ -86,7 +82,7 @@ class Agreement:
 
     def _hashes(self, now: CrossRankStep, ranks: list[int]) -> Finding | None:
         """Weights whose hashes differ between replicas. In one step there are those of a part of the weights only."""
-        columns, has = _by_rank(now, "weight_hash", Measured.HASH, np.int64)
+        columns, has = by_rank(now, "weight_hash", Measured.HASH, np.int64)
         has &= now.table.role[None, :] == WEIGHT
         if np.count_nonzero(has.any(axis=1)) < 2:
             return None
@@ -142,7 +138,7 @@ class Agreement:
     def _corrupted(self, now: CrossRankStep, ranks: list[int], hashes: Array, both: Mask, differ: Mask) -> Finding:
         rows = now.in_flow(differ)
         row = int(rows[0])
-        sides = _sides(ranks, hashes[:, row])
+        sides = sides_of(ranks, hashes[:, row])
         odd = sides.odd
         hosts = {self._sessions[r].host if r in self._sessions else "" for r in odd}
         host = hosts.pop() if len(hosts) == 1 else ""
@@ -151,7 +147,7 @@ class Agreement:
         evidence = [
             Evidence("weight_hash", _hex(sides.value), _hex(sides.other), "", now.step),
             Evidence("differing_weights", len(rows), 0, f"of {int(np.count_nonzero(both))} weights", now.step),
-            *_minority(sides, f"of {len(ranks)} replicas", now.step),
+            *minority(sides, f"of {len(ranks)} replicas", now.step),
             Evidence("last_agreed_step", last_agreed, None, "step", None),
         ]
         if host:
@@ -216,157 +212,12 @@ class Agreement:
                 groups.append([i])
         return [g for g in groups if len(g) > 1]
 
-    # ---- scales
-
-    def _scales(self, now: CrossRankStep, ranks: list[int]) -> Finding | None:
-        per_tensor = now.table.per_tensor
-        if not per_tensor.any():
-            return None
-        columns, has = _by_rank(now, "scale_inv_max", Measured.SCALE, np.float64)
-        has &= per_tensor[None, :] & (columns > 0) & np.isfinite(columns)
-        has &= ~_by_rank(now, "window_steps_back", Measured.WINDOW, np.int64)[1]  # of each rank of other steps
-        declared = self._declared(ranks)
-        if declared is not None:
-            groups, axes = declared
-            for group in groups:
-                at = np.array(group)
-                both = has[at].all(axis=0)
-                differ = both & (columns[at] != columns[at[0]]).any(axis=0)
-                if differ.any():
-                    return self._scale_finding(now, ranks, at, columns, differ, axes)
-            return None
-        both = has.all(axis=0)
-        differ = both & (columns != columns[0]).any(axis=0)
-        self._grow(len(now))
-        must = self._agreed_scales >= LEARN_STEPS
-        moved = both & ~differ & (columns[0] != self._last_scale)
-        self._agreed_scales[moved] += 1
-        self._agreed_scales[differ & ~must] = 0
-        self._last_scale = np.where(both, columns[0], self._last_scale)
-        if not (differ & must).any():
-            return None
-        return self._scale_finding(now, ranks, np.arange(len(ranks)), columns, differ & must, ())
-
-    def _grow(self, num_sites: int) -> None:
-        more = num_sites - len(self._agreed_scales)
-        if more > 0:
-            self._agreed_scales = np.concatenate([self._agreed_scales, np.zeros(more, dtype=np.int64)])
-            self._last_scale = np.concatenate([self._last_scale, np.full(more, np.nan)])
-
-    def _declared(self, ranks: list[int]) -> tuple[list[list[int]], tuple[str, ...]] | None:
-        """(groups that amax is reduced over, their axes), as the sessions say; None where they do not."""
-        sessions = [self._sessions.get(r) for r in ranks]
-        if any(s is None or not s.mesh or REDUCTION_FACT not in s.facts for s in sessions):
-            return None
-        known = [s for s in sessions if s is not None]
-        axes = tuple(a.strip() for a in str(known[0].facts[REDUCTION_FACT]).split(",") if a.strip())
-        groups: dict[tuple[tuple[str, int], ...], list[int]] = {}
-        for i, s in enumerate(known):
-            groups.setdefault(tuple(sorted((a, c) for a, c in s.mesh.items() if a not in axes)), []).append(i)
-        return [g for g in groups.values() if len(g) > 1], axes
-
-    def _scale_finding(
-        self, now: CrossRankStep, ranks: list[int], at: Array, columns: Array, differ: Array, axes: Sequence[str]
-    ) -> Finding:
-        rows = now.in_flow(differ)
-        values = columns[at][:, int(rows[0])]
-        sides = _sides([ranks[int(i)] for i in at], values)
-        odd = sides.odd
-        blamed = self._axes([ranks[int(i)] for i in at], values)
-        evidence = [
-            Evidence("scale_inv_max", float(sides.value), float(sides.other), "1", now.step),
-            Evidence("amax_max", *_two(now, int(rows[0]), odd[0]), "x", now.step),
-            Evidence("disagreeing_sites", len(rows), 0, "sites", now.step),
-            *_minority(sides, f"of {len(at)} ranks", now.step),
-        ]
-        if blamed:
-            evidence.append(Evidence("differs_along", ",".join(blamed), ",".join(axes) or None, "mesh axes", now.step))
-        return now.finding(
-            "cross-rank-disagreement",
-            "critical",
-            rows,
-            evidence,
-            "fp8",
-            rank=odd[0],
-            odd_ranks=odd[:64],
-            tied=sides.tied,
-            axes=list(axes),
-            blamed=blamed,
-            num_ranks=len(at),
-        )
-
-    def _axes(self, ranks: list[int], values: Array) -> list[str]:
-        """Mesh axes along which the value changes while the others stand still: the group that was not reduced over."""
-        meshes: list[Mapping[str, int]] = [self._sessions[r].mesh if r in self._sessions else {} for r in ranks]
-        blamed = []
-        for axis in sorted({a for m in meshes for a in m}):
-            rest: dict[tuple[tuple[str, int], ...], set[float]] = {}
-            for mesh, value in zip(meshes, values, strict=True):
-                others = tuple(sorted((a, c) for a, c in mesh.items() if a != axis))
-                rest.setdefault(others, set()).add(float(value))
-            if any(len(v) > 1 for v in rest.values()):
-                blamed.append(axis)
-        return blamed
-
 
 def _differing(columns: Array, has: Array, group: list[int]) -> tuple[Mask, Mask]:
     """Which weights all of a group have, and which of them are not the same on all. [S] each"""
     at = np.array(group)
     both = has[at].all(axis=0)
     return both, both & (columns[at] != columns[at[0]]).any(axis=0)
-
-
-def _by_rank(now: CrossRankStep, name: str, group: Measured, dtype: Any) -> tuple[Array, Array]:
-    """(values [ranks, S], which of them were measured). Bits stay bits: a hash is no float."""
-    values = np.zeros((len(now.views), len(now)), dtype=dtype)
-    has = np.zeros((len(now.views), len(now)), dtype=np.bool_)
-    for i, view in enumerate(now.views):
-        values[i, view.row] = view.raw(name)
-        has[i, view.row] = view.has(group)
-    return values, has
-
-
-class _Sides(NamedTuple):
-    """Who holds which value."""
-
-    odd: list[int]  # ranks to name, in order
-    value: Any  # of the first of them
-    other: Any  # what most have, or else what another has
-    tied: bool  # no value has most ranks: nobody can tell who is right, and all are named
-
-
-def _sides(ranks: list[int], values: Array) -> _Sides:
-    """Ranks that are not with the most common value of [ranks], of which two at least differ; all, where two are as common."""
-    order = np.argsort(ranks)
-    ranks, values = [ranks[i] for i in order], values[order]
-    kinds, first, counts = np.unique(values, return_index=True, return_counts=True)
-    best, second = sorted(range(len(kinds)), key=lambda k: (-counts[k], first[k]))[:2]
-    if counts[best] == counts[second]:
-        mine = values[0]
-        return _Sides(ranks, mine, next(v for v in values if v != mine), True)
-    odd = np.flatnonzero(values != kinds[best])
-    return _Sides([ranks[i] for i in odd], values[odd[0]], kinds[best], False)
-
-
-def _minority(sides: _Sides, unit: str, step: int) -> list[Evidence]:
-    """How many are not with most of them, where there are most."""
-    return [] if sides.tied else [Evidence("minority_ranks", len(sides.odd), 0, unit, step)]
-
-
-def _two(now: CrossRankStep, row: int, odd: int) -> tuple[float | None, float | None]:
-    """amax of a site on the odd rank, and the largest of the others."""
-    mine: float | None = None
-    others: list[float] = []
-    for view in now.views:
-        at = np.flatnonzero(view.row == row)
-        value = float(view.values("amax_max")[at[0]]) if len(at) else float("nan")
-        if value != value:
-            continue
-        if view.rank == odd:
-            mine = value
-        else:
-            others.append(value)
-    return mine, max(others) if others else None
 
 
 def _hex(value: Any) -> str:

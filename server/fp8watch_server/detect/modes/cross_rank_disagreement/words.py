@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fp8watch_server.detect.families.scale_agreement import LEARN_STEPS
 from fp8watch_server.detect.finding import Finding, SiteFacts
 from fp8watch_server.detect.phrases import rank_words, site_words
 from fp8watch_server.detect.remedies import Fix, Place
@@ -15,11 +16,24 @@ def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
     group = f" It differs along {', '.join(blamed)}" if blamed else ""
     if blamed and axes:
         group += f"; the recipe reduces amax over {', '.join(axes)}"
+    num_ranks = f.extra.get("num_ranks")
+    if f.extra.get("learned") is None:
+        must = f"must be the same on {num_ranks} ranks"
+    else:
+        must = f"was the same on {num_ranks} ranks in {LEARN_STEPS} samples or more"
     return (
         f"Ranks disagree on the scale of {site_words(s)}: {ranks}",
-        f"The scale of {site_words(s)} must be the same on {f.extra.get('num_ranks')} ranks, and is not {'between' if tied else 'on'} {ranks}: amax was taken over a "
-        f"shard or over the wrong group.{group}{'.' if group else ''}",
+        f"The scale of {site_words(s)} {must}, and is not {'between' if tied else 'on'} {ranks}: {_why(f)}.{group}{'.' if group else ''}",
     )
+
+
+def _why(f: Finding) -> str:
+    over = f.extra.get("over")
+    if not over:
+        return "amax was taken over a shard or over the wrong group"
+    if f.extra.get("split"):
+        return f"amax is reduced over ranks {over} alone, and others hold parts of the same tensor"
+    return f"the process group of its ranks, {over}, is to reduce amax, and did not, or not in the same step on all of them"
 
 
 def fixes(p: Place) -> list[Fix]:
