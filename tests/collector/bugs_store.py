@@ -6,6 +6,10 @@ from support.planted import Bug
 
 T = "tests/store"
 LATER = f"{T}/test_later_attempts.py"
+AT = f"{T}/test_last_step.py::test_ranks_that_go_back_one_after_the_other_take_the_last_step_with_them"
+METRICS = (
+    "tests/collector/test_metrics.py::test_of_a_run_that_goes_back_in_place_the_newest_values_are_those_of_where_it_is"
+)
 BYTES = f"{T}/test_retention.py::test_the_bytes_of_a_cell_are_those_that_are_there"
 
 KEPT = [
@@ -64,6 +68,41 @@ KEPT = [
         "if attempt > past or (attempt, r) == (past, t.ROLLED_RANK)",
         "if True",
         f"{LATER}::test_the_detail_of_a_rank_that_an_incident_names_is_not_counted_twice",
+    ),
+    Bug(
+        "a run that went back in place is at the step it is at",
+        "store.last_step:now_at",
+        "seq_at.get(batch.rank, batch.seq) < batch.seq",
+        "False",
+        f"{AT} {METRICS}",
+    ),
+    Bug(
+        "a rank that is behind has not gone back",
+        "store.last_step:now_at",
+        "if there_at is None or not batch.began_at < there_at",
+        "",
+        AT,
+    ),
+    Bug(
+        "a batch that comes late is no step back",
+        "store.last_step:now_at",
+        "seq_at.get(batch.rank, batch.seq) < batch.seq",
+        "batch.rank in seq_at",
+        f"{T}/test_last_step.py::test_a_batch_of_before_that_comes_late_is_no_step_back",
+    ),
+    Bug(
+        "the loss of a run that went back in place is that of where it is",
+        "run_metrics:NewestScalars._newest_step",
+        "looked > run.last_step",
+        "False",
+        METRICS,
+    ),
+    Bug(
+        "so are the newest values of its sites",
+        "store.totals:_add",
+        "newest > tuple(at)",
+        "False",
+        METRICS,
     ),
     Bug(
         "steps that come slowly are compacted together",
