@@ -7,6 +7,7 @@ from support.planted import Bug
 T = "tests/store"
 LATER = f"{T}/test_later_attempts.py"
 AT = f"{T}/test_last_step.py::test_ranks_that_go_back_one_after_the_other_take_the_last_step_with_them"
+FEWER = f"{T}/test_fewer_ranks.py::test_steps_computed_again_are_of_the_ranks_that_are_left"
 METRICS = (
     "tests/collector/test_metrics.py::test_of_a_run_that_goes_back_in_place_the_newest_values_are_those_of_where_it_is"
 )
@@ -50,9 +51,9 @@ KEPT = [
     ),
     Bug(
         "hot steps of a newer attempt replace what is rolled up",
-        "store.reading:owners",
-        "max(attempt, owner.get((t.ROLLED_RANK, step), 0))",
-        "0",
+        "store.attempts:owners",
+        "for key in ((rank, step), (t.ROLLED_RANK, step)):",
+        "for key in ((rank, step),):",
         f"{LATER}::test_steps_computed_again_after_a_day_replace_those_in_the_roll_up",
     ),
     Bug(
@@ -103,6 +104,41 @@ KEPT = [
         "newest > tuple(at)",
         "False",
         METRICS,
+    ),
+    Bug(
+        "records of ranks that are no more do not count",
+        "store.attempts:owners",
+        "if fewer:",
+        "if False:",
+        FEWER,
+    ),
+    Bug(
+        "scalars of ranks that are no more do not count",
+        "store.scalars:_fetch",
+        "of_name[counts]",
+        "of_name",
+        FEWER,
+    ),
+    Bug(
+        "ranks that are no more are not exported",
+        "export.tables:_ends",
+        'found[counting(fewer, found["rank"], found["step"], found["attempt"])]',
+        "found",
+        FEWER,
+    ),
+    Bug(
+        "a rank that has not come yet counts",
+        "store.attempts:counting",
+        "(rank < world_size) | ",
+        "",
+        f"{T}/test_fewer_ranks.py::test_a_rank_that_is_one_of_them_and_has_not_come_yet_stays",
+    ),
+    Bug(
+        "what each rank computed last is read apart",
+        "store.reading:_together",
+        "apart=rank is not None",
+        "",
+        FEWER,
     ),
     Bug(
         "steps that come slowly are compacted together",

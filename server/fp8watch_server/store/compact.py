@@ -26,6 +26,7 @@ from fp8watch_agent.wire import Batch
 from fp8watch_server.db import schema as t
 from fp8watch_server.db.dialect import upsert, writing
 from fp8watch_server.store import batch_dedup, blocks, hot_batches, sheets
+from fp8watch_server.store.attempts import owners
 from fp8watch_server.store.cell_records import (
     SITES_AT_ONCE,
     drop_records,
@@ -38,7 +39,6 @@ from fp8watch_server.store.cell_records import (
 )
 from fp8watch_server.store.light_rounding import round_light
 from fp8watch_server.store.rank_merge import over_ranks
-from fp8watch_server.store.reading import owners
 from fp8watch_server.store.records import Parts, join, newest_of_each
 from fp8watch_server.store.rolled_past import newest_past
 from fp8watch_server.store.scalars import put_scalar_block
