@@ -7,6 +7,7 @@ from support.planted import Bug
 T = "tests/store"
 LATER = f"{T}/test_later_attempts.py"
 AT = f"{T}/test_last_step.py::test_ranks_that_go_back_one_after_the_other_take_the_last_step_with_them"
+AGAIN = f"{T}/test_begins_again.py"
 FEWER = f"{T}/test_fewer_ranks.py::test_steps_computed_again_are_of_the_ranks_that_are_left"
 METRICS = (
     "tests/collector/test_metrics.py::test_of_a_run_that_goes_back_in_place_the_newest_values_are_those_of_where_it_is"
@@ -139,6 +140,41 @@ KEPT = [
         "apart=rank is not None",
         "",
         FEWER,
+    ),
+    Bug(
+        "tile maps of a newer attempt are newer",
+        "store.tile_maps:prune",
+        ".order_by(start.desc(), m.step.desc())",
+        ".order_by(m.step.desc())",
+        f"{AGAIN}::test_its_tile_maps_are_the_newest",
+    ),
+    Bug(
+        "the map that is shown is of the newest attempt",
+        "store.tile_maps:_newest_step",
+        "start.desc(), m.step.desc()",
+        "m.step.desc()",
+        f"{AGAIN}::test_its_tile_maps_are_the_newest",
+    ),
+    Bug(
+        "a body of maps is known until its maps are old",
+        "store.tile_maps:prune",
+        "of_session = older(attempt.scalar_subquery(), k.step_max)",
+        "of_session = k.step_max < oldest_kept.step",
+        f"{AGAIN}::test_its_tile_maps_are_the_newest",
+    ),
+    Bug(
+        "a rank that missed a start is in the newest one",
+        "store.attempts:lowest_current",
+        "sa.func.min(s.attempt)",
+        "sa.func.max(s.attempt)",
+        f"{AGAIN}::test_the_maps_of_a_rank_that_missed_a_start_are_of_now",
+    ),
+    Bug(
+        "the bytes that are kept came last",
+        "store.retention:_cells",
+        "c.compacted_at.desc(), c.step0.desc()",
+        "c.step0.desc()",
+        f"{AGAIN}::test_the_bytes_that_are_kept_are_those_that_came_last",
     ),
     Bug(
         "steps that come slowly are compacted together",

@@ -46,6 +46,19 @@ def counting(fewer: Fewer, rank: Ints, step: Ints, attempt: Ints) -> npt.NDArray
     return out
 
 
+def lowest_current(conn: Connection, run_id: str, tenant: str) -> int:
+    """The lowest attempt that a rank of the newest start is in: where nothing counts the starts, a rank that missed one is behind."""
+    s, later = t.session.c, t.session.alias().c
+    of_run = (s.run_id == run_id, s.tenant == tenant)
+    newest = sa.select(sa.func.max(s.attempt)).where(*of_run).scalar_subquery()
+    began = conn.execute(sa.select(sa.func.min(s.registered_at)).where(*of_run, s.attempt == newest)).scalar()
+    newer = sa.select(sa.literal(1)).where(
+        later.run_id == s.run_id, later.tenant == s.tenant, later.rank == s.rank, later.attempt > s.attempt
+    )
+    there = (*of_run, s.last_seen_at >= (began or 0.0), ~newer.exists())
+    return int(conn.execute(sa.select(sa.func.min(s.attempt)).where(*there)).scalar() or 1)
+
+
 def owners(
     conn: Connection, run_id: str, tenant: str, from_step: int, to_step: int, *, apart: bool = False
 ) -> dict[tuple[int, int], int]:

@@ -30,7 +30,7 @@ class Policy:
     detail_hours: float | None = 24.0  # of each rank, once there is a roll-up
     keep_days: float | None = None  # since the steps were compacted
     keep_steps: int | None = None  # newest ones
-    keep_bytes: int | None = None  # of blocks
+    keep_bytes: int | None = None  # of blocks, those that were compacted last
 
 
 class _Limits(Protocol):
@@ -124,10 +124,10 @@ def _policy_of(conn: Connection, run: Any, policy: Policy, given: Collection[str
 
 
 def _cells(conn: Connection, run: Any) -> Sequence[Any]:
+    """Newest first: those that were compacted last. A run that begins again under its name has lower steps than it had."""
     c = t.cell.c
-    return conn.execute(
-        sa.select(t.cell).where(c.run_id == run.run_id, c.tenant == run.tenant).order_by(c.step0.desc())
-    ).all()
+    of_run = sa.select(t.cell).where(c.run_id == run.run_id, c.tenant == run.tenant)
+    return conn.execute(of_run.order_by(c.compacted_at.desc(), c.step0.desc())).all()
 
 
 def _incidents(conn: Connection, run: Any) -> tuple[list[tuple[int, int]], set[int]]:
