@@ -7,6 +7,8 @@ from support.planted import Bug
 T = "tests/store"
 LATER = f"{T}/test_later_attempts.py"
 AT = f"{T}/test_last_step.py::test_ranks_that_go_back_one_after_the_other_take_the_last_step_with_them"
+QUIET = f"{T}/test_quiet_runs.py"
+STEPLESS = f"{QUIET}::test_a_batch_without_steps_leaves_once_it_was_seen_and_is_known_when_it_comes_again"
 AGAIN = f"{T}/test_begins_again.py"
 FEWER = f"{T}/test_fewer_ranks.py::test_steps_computed_again_are_of_the_ranks_that_are_left"
 METRICS = (
@@ -175,6 +177,48 @@ KEPT = [
         "c.compacted_at.desc(), c.step0.desc()",
         "c.step0.desc()",
         f"{AGAIN}::test_the_bytes_that_are_kept_are_those_that_came_last",
+    ),
+    Bug(
+        "a batch without steps is let go",
+        "compactor:Compactor._run",
+        "done.num_groups += bool(let_go_stepless(self._db, run_id, tenant, now, cool_after_s=self._cool_after_s))",
+        "pass",
+        STEPLESS,
+    ),
+    Bug(
+        "a batch without steps waits for the detectors",
+        "store.stepless:let_go_stepless",
+        "b.step_min.is_(None), b.detected != t.BATCH_PENDING",
+        "b.step_min.is_(None)",
+        STEPLESS,
+    ),
+    Bug(
+        "a batch that is let go is known when it comes again",
+        "store.compact:release",
+        "batch_dedup.enter(conn, rows)",
+        "pass",
+        STEPLESS,
+    ),
+    Bug(
+        "a run that is over is not looked at each time",
+        "compactor:Compactor._prune",
+        "since = now - settled_after_s(self._policy)",
+        "since = None",
+        f"{QUIET}::test_retention_looks_at_silent_runs_once_a_day",
+    ),
+    Bug(
+        "a silent run with limits of its own is looked at",
+        "store.retention:_runs",
+        "sa.or_(r.last_seen_at >= heard_since, limits)",
+        "r.last_seen_at >= heard_since",
+        f"{QUIET}::test_retention_looks_at_silent_runs_once_a_day",
+    ),
+    Bug(
+        "days of a policy are waited for",
+        "store.retention:settled_after_s",
+        "(policy.keep_days or 0.0) * DAY_S",
+        "0.0",
+        f"{QUIET}::test_what_a_policy_deletes_with_time_goes_while_a_run_is_looked_at",
     ),
     Bug(
         "steps that come slowly are compacted together",
