@@ -30,6 +30,7 @@ from fp8watch_server.store import segment_cache
 from fp8watch_server.store import sheets as sheet_rows
 from fp8watch_server.store.attempts import owners
 from fp8watch_server.store.blocks import cell_of, decode
+from fp8watch_server.store.cell_records import of_keys
 from fp8watch_server.store.hot_batches import step_range
 from fp8watch_server.store.rank_merge import over_ranks
 from fp8watch_server.store.records import (
@@ -335,10 +336,8 @@ def _old(
 
 
 def _of_keys(c: Any, found: Extent, keys: Sequence[Key], step0s: Sequence[int]) -> list[Any]:
-    where = [c.run_id == found.run_id, c.tenant == found.tenant, c.step0 >= step0s[0], c.step0 <= step0s[-1]]
-    if len(keys) == 1:
-        return [*where, c.attempt == keys[0][0], c.rank == keys[0][1]]
-    return [*where, sa.or_(*(sa.and_(c.attempt == a, c.rank == r) for a, r in keys))]
+    of_run = (c.run_id == found.run_id, c.tenant == found.tenant)
+    return [*of_run, of_keys(c, keys), c.step0 >= step0s[0], c.step0 <= step0s[-1]]
 
 
 def _of_cells(rows: Sequence[Any], step0s: Sequence[int]) -> Sequence[Any]:
