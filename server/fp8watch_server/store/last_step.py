@@ -33,6 +33,17 @@ class Told:
     """When its first step ended, by the clock of training; NaN: unknown."""
 
 
+_c = t.scalar.c
+_THERE = (
+    _c.run_id == sa.bindparam("run"),
+    _c.tenant == sa.bindparam("of_tenant"),
+    _c.attempt == sa.bindparam("at_attempt"),
+    _c.step == sa.bindparam("at_step"),
+)
+_SEQS = sa.select(_c.rank, _c.seq).where(*_THERE, _c.rank.in_(sa.bindparam("ranks", expanding=True)))
+_NEWEST = sa.select(sa.func.max(_c.time)).where(*_THERE)
+
+
 def now_at(conn: Connection, run: Any, told: Sequence[Told]) -> tuple[int, int | None]:
     """(attempt, step) after some batches, whose scalars are written already.
 
@@ -46,13 +57,12 @@ def now_at(conn: Connection, run: Any, told: Sequence[Told]) -> tuple[int, int |
     behind = [batch for batch in told if batch.attempt == attempt and batch.step_max < step]
     if not behind:
         return attempt, step
-    c = t.scalar.c
-    there = (c.run_id == run.run_id, c.tenant == run.tenant, c.attempt == attempt, c.step == step)
+    there = {"run": run.run_id, "of_tenant": run.tenant, "at_attempt": attempt, "at_step": step}
     ranks = sorted({batch.rank for batch in behind})
-    seq_at = {row.rank: row.seq for row in conn.execute(sa.select(c.rank, c.seq).where(*there, c.rank.in_(ranks)))}
+    seq_at = {row.rank: row.seq for row in conn.execute(_SEQS, {**there, "ranks": ranks})}
     back = [batch for batch in behind if seq_at.get(batch.rank, batch.seq) < batch.seq]
     if not back:
         return attempt, step
-    there_at = conn.execute(sa.select(sa.func.max(c.time)).where(*there)).scalar()
+    there_at = conn.execute(_NEWEST, there).scalar()
     now = [batch.step_max for batch in back if there_at is None or not batch.began_at < there_at]
     return attempt, max(now, default=step)
