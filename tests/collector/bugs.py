@@ -161,8 +161,8 @@ STORE = [
     Bug(
         "scalars of a cell are of one moment",
         "scalars:put_scalar_block",
-        "    for name, fetched in _fetch_several(conn, t.SCALAR_NAMES, where).items():\n",
-        "    for name in t.SCALAR_NAMES:\n        fetched = _fetch_several(conn, [name], where)[name]\n",
+        "    for name, fetched in _fetch(conn, t.scalar, (run_id, tenant), t.SCALAR_NAMES, where).items():\n",
+        "    for name in t.SCALAR_NAMES:\n        fetched = _fetch(conn, t.scalar, (run_id, tenant), [name], where)[name]\n",
         f"{T}/test_compaction.py::test_scalars_that_come_while_a_cell_is_packed_do_not_tear_it",
     ),
     Bug(

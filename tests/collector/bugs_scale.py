@@ -79,6 +79,13 @@ SCALE = [
         f"{T}/test_migrations.py::test_blocks_of_a_release_take_late_records_and_other_ranks",
     ),
     Bug(
+        "a cell of more than a thousand sources is read",
+        "store.cell_records:of_keys",
+        "    ranks: dict[int, list[int]] = {}\n",
+        "    return sa.or_(*(sa.and_(c.attempt == a, c.rank == r) for a, r in keys))\n    ranks: dict[int, list[int]] = {}\n",
+        f"{T}/test_sheets.py::test_a_cell_of_more_than_a_thousand_sources_is_read_before_it_is_rolled_up",
+    ),
+    Bug(
         "a cell of many ranks is rolled up when all of them are in",
         "compactor:Compactor._run",
         "if not group.more and (",

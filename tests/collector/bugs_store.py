@@ -6,6 +6,14 @@ from support.planted import Bug
 
 T = "tests/store"
 LATER = f"{T}/test_later_attempts.py"
+AT = f"{T}/test_last_step.py::test_ranks_that_go_back_one_after_the_other_take_the_last_step_with_them"
+QUIET = f"{T}/test_quiet_runs.py"
+STEPLESS = f"{QUIET}::test_a_batch_without_steps_leaves_once_it_was_seen_and_is_known_when_it_comes_again"
+AGAIN = f"{T}/test_begins_again.py"
+FEWER = f"{T}/test_fewer_ranks.py::test_steps_computed_again_are_of_the_ranks_that_are_left"
+METRICS = (
+    "tests/collector/test_metrics.py::test_of_a_run_that_goes_back_in_place_the_newest_values_are_those_of_where_it_is"
+)
 BYTES = f"{T}/test_retention.py::test_the_bytes_of_a_cell_are_those_that_are_there"
 
 KEPT = [
@@ -46,9 +54,9 @@ KEPT = [
     ),
     Bug(
         "hot steps of a newer attempt replace what is rolled up",
-        "store.reading:owners",
-        "max(attempt, owner.get((t.ROLLED_RANK, step), 0))",
-        "0",
+        "store.attempts:owners",
+        "for key in ((rank, step), (t.ROLLED_RANK, step)):",
+        "for key in ((rank, step),):",
         f"{LATER}::test_steps_computed_again_after_a_day_replace_those_in_the_roll_up",
     ),
     Bug(
@@ -64,6 +72,153 @@ KEPT = [
         "if attempt > past or (attempt, r) == (past, t.ROLLED_RANK)",
         "if True",
         f"{LATER}::test_the_detail_of_a_rank_that_an_incident_names_is_not_counted_twice",
+    ),
+    Bug(
+        "a run that went back in place is at the step it is at",
+        "store.last_step:now_at",
+        "seq_at.get(batch.rank, batch.seq) < batch.seq",
+        "False",
+        f"{AT} {METRICS}",
+    ),
+    Bug(
+        "a rank that is behind has not gone back",
+        "store.last_step:now_at",
+        "if there_at is None or not batch.began_at < there_at",
+        "",
+        AT,
+    ),
+    Bug(
+        "a batch that comes late is no step back",
+        "store.last_step:now_at",
+        "seq_at.get(batch.rank, batch.seq) < batch.seq",
+        "batch.rank in seq_at",
+        f"{T}/test_last_step.py::test_a_batch_of_before_that_comes_late_is_no_step_back",
+    ),
+    Bug(
+        "the loss of a run that went back in place is that of where it is",
+        "run_metrics:NewestScalars._newest_step",
+        "looked > run.last_step",
+        "False",
+        METRICS,
+    ),
+    Bug(
+        "so are the newest values of its sites",
+        "store.totals:_add",
+        "newest > tuple(at)",
+        "False",
+        METRICS,
+    ),
+    Bug(
+        "records of ranks that are no more do not count",
+        "store.attempts:owners",
+        "if fewer:",
+        "if False:",
+        FEWER,
+    ),
+    Bug(
+        "scalars of ranks that are no more do not count",
+        "store.scalars:_fetch",
+        "of_name[counts]",
+        "of_name",
+        FEWER,
+    ),
+    Bug(
+        "ranks that are no more are not exported",
+        "export.tables:_ends",
+        'found[counting(fewer, found["rank"], found["step"], found["attempt"])]',
+        "found",
+        FEWER,
+    ),
+    Bug(
+        "a rank that has not come yet counts",
+        "store.attempts:counting",
+        "(rank < world_size) | ",
+        "",
+        f"{T}/test_fewer_ranks.py::test_a_rank_that_is_one_of_them_and_has_not_come_yet_stays",
+    ),
+    Bug(
+        "what each rank computed last is read apart",
+        "store.reading:_together",
+        "apart=rank is not None",
+        "",
+        FEWER,
+    ),
+    Bug(
+        "tile maps of a newer attempt are newer",
+        "store.tile_maps:prune",
+        ".order_by(start.desc(), m.step.desc())",
+        ".order_by(m.step.desc())",
+        f"{AGAIN}::test_its_tile_maps_are_the_newest",
+    ),
+    Bug(
+        "the map that is shown is of the newest attempt",
+        "store.tile_maps:_newest_step",
+        "start.desc(), m.step.desc()",
+        "m.step.desc()",
+        f"{AGAIN}::test_its_tile_maps_are_the_newest",
+    ),
+    Bug(
+        "a body of maps is known until its maps are old",
+        "store.tile_maps:prune",
+        "of_session = older(attempt.scalar_subquery(), k.step_max)",
+        "of_session = k.step_max < oldest_kept.step",
+        f"{AGAIN}::test_its_tile_maps_are_the_newest",
+    ),
+    Bug(
+        "a rank that missed a start is in the newest one",
+        "store.attempts:lowest_current",
+        "sa.func.min(s.attempt)",
+        "sa.func.max(s.attempt)",
+        f"{AGAIN}::test_the_maps_of_a_rank_that_missed_a_start_are_of_now",
+    ),
+    Bug(
+        "the bytes that are kept came last",
+        "store.retention:_cells",
+        "c.compacted_at.desc(), c.step0.desc()",
+        "c.step0.desc()",
+        f"{AGAIN}::test_the_bytes_that_are_kept_are_those_that_came_last",
+    ),
+    Bug(
+        "a batch without steps is let go",
+        "compactor:Compactor._run",
+        "done.num_groups += bool(let_go_stepless(self._db, run_id, tenant, now, cool_after_s=self._cool_after_s))",
+        "pass",
+        STEPLESS,
+    ),
+    Bug(
+        "a batch without steps waits for the detectors",
+        "store.stepless:let_go_stepless",
+        "b.step_min.is_(None), b.detected != t.BATCH_PENDING",
+        "b.step_min.is_(None)",
+        STEPLESS,
+    ),
+    Bug(
+        "a batch that is let go is known when it comes again",
+        "store.compact:release",
+        "batch_dedup.enter(conn, rows)",
+        "pass",
+        STEPLESS,
+    ),
+    Bug(
+        "a run that is over is not looked at each time",
+        "compactor:Compactor._prune",
+        "since = now - settled_after_s(self._policy)",
+        "since = None",
+        f"{QUIET}::test_retention_looks_at_silent_runs_once_a_day",
+    ),
+    Bug(
+        "a silent run with limits of its own is looked at",
+        "store.retention:_runs",
+        "sa.or_(r.last_seen_at >= heard_since, limits)",
+        "r.last_seen_at >= heard_since",
+        f"{QUIET}::test_retention_looks_at_silent_runs_once_a_day",
+    ),
+    Bug(
+        "days of a policy are waited for",
+        "store.retention:settled_after_s",
+        "(policy.keep_days or 0.0) * DAY_S",
+        "0.0",
+        f"{QUIET}::test_what_a_policy_deletes_with_time_goes_while_a_run_is_looked_at",
     ),
     Bug(
         "steps that come slowly are compacted together",

@@ -182,11 +182,12 @@ class Agent:
         health: dict[str, float] | None = None,
         logs: dict[str, list[float | None]] | None = None,
         seq: int | None = None,
+        times: list[float] | float = 1_700_000_000.0,
     ) -> tuple[Header, tuple[Any, Any, Any, Any]]:
         """`fields` are arrays [steps × sites], or one value for all."""
         self.seq = self.seq + 1 if seq is None else seq
         step_rows = np.zeros(len(steps), dtype=STEP)
-        step_rows["step"], step_rows["time"] = steps, 1_700_000_000.0
+        step_rows["step"], step_rows["time"] = steps, times
         for name, values in (scalars or {"loss": [2.0] * len(steps)}).items():
             step_rows[name] = values
             step_rows["present"] |= np.uint8(StepPresent[name.upper()])

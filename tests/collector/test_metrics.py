@@ -199,6 +199,29 @@ def test_the_newest_loss_is_looked_for_near_the_last_step_alone(
     assert loss() == 1.5
 
 
+def test_of_a_run_that_goes_back_in_place_the_newest_values_are_those_of_where_it_is(
+    client: Any, app: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics, "CACHE_S", 0.0)
+    agent = Agent(client).register([UP_ROW])
+
+    def told() -> tuple[float | None, ...]:
+        app.state.worker.drain()
+        got = samples(client.get("/metrics").text)
+        run = (("run", "run-1"),)
+        layer = (("layer", "up"), ("operand", "input"), *run)
+        return got[("fp8watch_run_step", run)], got.get(("fp8watch_loss", run)), got[("fp8watch_amax_max", layer)]
+
+    agent.send([UP_ROW], [*range(101)], scalars={"loss": [2.0] * 100 + [math.nan]}, fields={"amax_max": math.inf})
+    assert str(told()) == "(100.0, nan, inf)"
+    monkeypatch.setattr(run_metrics, "NEWEST_ROWS", 4)
+    for steps, loss in ((range(50, 61), None), (range(61, 65), 1.25)):
+        scalars = {"lr": [0.1] * len(steps)} if loss is None else {"loss": [loss] * len(steps)}
+        agent.send([UP_ROW], [*steps], scalars=scalars, fields={"amax_max": 1.5})
+        assert told() == (steps[-1], loss, 1.5)
+    assert client.get("/api/v1/runs/run-1").json()["last_step"] == 64
+
+
 def test_a_loss_that_many_ranks_log_now_and_then_stays(client: Any, app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """There is a row of each rank and step, and the newest of them are of less steps the more ranks there are."""
     monkeypatch.setattr(metrics, "CACHE_S", 0.0)

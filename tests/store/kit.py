@@ -51,15 +51,15 @@ class Feed:
         self.known = commit.KnownSites()
         self.sites: list[Site] = SITES
 
-    def agent(self, run: str = "run-1", rank: int = 0, attempt: int = 1) -> Agent:
+    def agent(self, run: str = "run-1", rank: int = 0, attempt: int = 1, world_size: int = 2) -> Agent:
         """Register a run, a session and its sites."""
         agent = Agent(None, run=run, session=f"{rank:016x}{attempt:016x}", rank=rank)
         facts = registrations.StoredSession(
-            agent.session, rank, 2, {}, "node", 1, None, {}, "blockwise", f"f{attempt}", "cpu", {}
+            agent.session, rank, world_size, {}, "node", 1, None, {}, "blockwise", f"f{attempt}", "cpu", {}
         )
         with writing(self.engine) as conn:
             registrations.register_run(
-                conn, run, name=run, recipe="blockwise", backend="cpu", world_size=2, now=self.now
+                conn, run, name=run, recipe="blockwise", backend="cpu", world_size=world_size, now=self.now
             )
             assert registrations.register_session(conn, run, facts, now=self.now) == attempt
             registrations.register_sites(conn, run, agent.session, self.sites, now=self.now)

@@ -7,11 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import sqlalchemy as sa
 from store.filled_store import WINDOWS, fill
-from store.kit import Feed
+from store.kit import UP, Feed
 
 from fp8watch_agent.column_words import expected_scale_inv
-from fp8watch_server.store import blocks, compact, rank_merge, sheets
+from fp8watch_server.db import schema as t
+from fp8watch_server.db.dialect import writing
+from fp8watch_server.store import blocks, compact, queries, rank_merge, sheets
 from fp8watch_server.store.block_codec import DamagedBlock
 from fp8watch_server.store.compactor import Compactor
 from fp8watch_server.store.records import Parts, default_of, dtype_of, size_of
@@ -137,3 +140,15 @@ def test_a_scale_that_follows_its_amax_takes_no_room_though_not_all_do() -> None
     same(whole, sheets.decode(rows_of(whole), ["amax_max", "scale_inv_max"], check=True))
     _, without = encoded({"amax_max": amax})
     assert size - without < len(site) / 4
+
+
+def test_a_cell_of_more_than_a_thousand_sources_is_read_before_it_is_rolled_up(feed: Feed) -> None:
+    for attempt in (1, 2):
+        feed.send(feed.agent(attempt=attempt), list(range(100, 200)), fields={"amax_max": float(attempt)})
+    feed.compact(everything=True)
+    with writing(feed.engine) as conn:
+        many = [[attempt, rank] for attempt in (1, 2) for rank in range(600)]
+        conn.execute(sa.update(t.cell).values(sources=many, shown_attempt=None, shown_rank=None))
+    with feed.engine.connect() as conn:
+        chart = queries.series(conn, "run-1", UP.id, "amax_max")
+    assert (chart["steps"], set(chart["values"])) == (list(range(100, 200)), {2.0})

@@ -23,6 +23,7 @@ from fp8watch_agent.record import HISTOGRAMS, Measured, StepStatus, holds
 from fp8watch_server.db import schema as t
 from fp8watch_server.export.columns import BUCKETS, COORDINATES, INCIDENTS, LOGGED, SERIES, SITES, STEPS, Column
 from fp8watch_server.store import queries
+from fp8watch_server.store.attempts import counting, fewer_ranks
 from fp8watch_server.store.fields import SERIES_FIELDS, evaluate
 from fp8watch_server.store.reading import Extent, extent, read
 from fp8watch_server.store.records import counted
@@ -89,12 +90,14 @@ def steps(conn: Connection, asked: Asked) -> Iterator[pa.Table]:
 
 
 def _ends(conn: Connection, run_id: str, low: int, high: int) -> tuple[Any, ...]:
-    """Of each step: newest attempt, worst status, number of ranks, latest time; of each rank its newest attempt counts."""
+    """Of each step: newest attempt, worst status, number of ranks, latest time; of each rank that counts, its newest attempt."""
     c = t.scalar.c
     where = [c.run_id == run_id, c.tenant == t.DEFAULT_TENANT, c.step >= low, c.step <= high]
     rows = conn.execute(sa.select(c.step, c.rank, c.attempt, c.status, c.time).where(*where)).all()
     dtype = [("step", "<i8"), ("rank", "<i8"), ("attempt", "<i8"), ("status", "<i8"), ("time", "<f8")]
     found = np.array([tuple(row) for row in rows], dtype=dtype)
+    fewer = fewer_ranks(conn, run_id, t.DEFAULT_TENANT)
+    found = found[counting(fewer, found["rank"], found["step"], found["attempt"])]
     found = found[np.lexsort((found["attempt"], found["rank"], found["step"]))]
     last = np.ones(len(found), dtype=bool)
     last[:-1] = (found["step"][1:] != found["step"][:-1]) | (found["rank"][1:] != found["rank"][:-1])

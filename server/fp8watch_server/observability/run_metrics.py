@@ -61,6 +61,8 @@ class NewestScalars:
         key = (run.run_id, run.last_step_attempt, name)
         first = run.last_step - NEWEST_STEPS + 1
         known, looked = self._known.pop(key, (None, None))
+        if looked is not None and looked > run.last_step:  # training went back in place
+            known = looked = None
         last = sa.select(c.step, kind.label("kind")).where(*_of_run(run), c.step.between(first, run.last_step))
         rows_of_last = last.order_by(c.step.desc()).limit(NEWEST_ROWS).subquery()
         step = conn.execute(

@@ -121,10 +121,10 @@ def tile_map_page(request: Request, run_id: str, site: str) -> HTMLResponse:
             raise page_queries.no_tile_map(run, found, rank, back)
         if step is not None and step not in steps:
             raise page_queries.no_tile_map_at(run, found, rank, step, steps, back)
-        step = steps[-1] if step is None else step
         kept = queries.kept_map(conn, run["id"], found["id"], step, rank)
         if kept is None:  # pruned since it was listed
-            raise page_queries.no_tile_map_at(run, found, rank, step, steps, back)
+            raise page_queries.no_tile_map_at(run, found, rank, steps[-1] if step is None else step, steps, back)
+        step = kept.tiles.step
         if rank is None:  # ranks keep different steps: the slider covers those of the rank that is shown
             steps = queries.steps_available(conn, run["id"], found["id"], kept.rank)
         return page(

@@ -44,7 +44,7 @@ def read_records(
     rolled = any(key[1] == t.ROLLED_RANK for key in keys)
     names = blocks.ROLLED_FIELDS if rolled else blocks.ALL_FIELDS
     x = t.sheet.c
-    where = [x.run_id == run_id, x.tenant == tenant, _of_keys(x, keys), x.step0 == step0]
+    where = [x.run_id == run_id, x.tenant == tenant, of_keys(x, keys), x.step0 == step0]
     if sites is not None:
         where += [x.site_min <= max(sites), x.site_max >= min(sites)]
     columns = (x.attempt, x.rank, x.step0, x.num_records, x.body, x.histograms)
@@ -77,7 +77,7 @@ def _blocks(
             sa.select(b.attempt, b.rank, b.site, b.step0, b.num_records, b.body, b.front_bytes).where(
                 b.run_id == of_run[0],
                 b.tenant == of_run[1],
-                _of_keys(b, keys),
+                of_keys(b, keys),
                 b.site.in_(sites[start : start + SITES_AT_ONCE]),
                 b.step0 == step0,
                 b.front_bytes > 0,
@@ -86,8 +86,15 @@ def _blocks(
     return found
 
 
-def _of_keys(c: Any, keys: Sequence[tuple[int, int]]) -> Any:
-    return sa.or_(*(sa.and_(c.attempt == a, c.rank == r) for a, r in keys))
+def of_keys(c: Any, keys: Sequence[tuple[int, int]]) -> sa.ColumnElement[bool]:
+    """Rows of some (attempt, rank). A term an attempt, for SQLite refuses more than a thousand; both lists apart, for its index."""
+    ranks: dict[int, list[int]] = {}
+    for attempt, rank in keys:
+        ranks.setdefault(attempt, []).append(rank)
+    terms = [sa.and_(c.attempt == attempt, c.rank.in_(some)) for attempt, some in ranks.items()]
+    if len(terms) == 1:
+        return terms[0]
+    return sa.and_(c.attempt.in_(list(ranks)), c.rank.in_(sorted({rank for _, rank in keys})), sa.or_(*terms))
 
 
 def size_of(encoded: Sequence[dict[str, Any]]) -> int:

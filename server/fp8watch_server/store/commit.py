@@ -32,6 +32,7 @@ from fp8watch_server.db import schema as t
 from fp8watch_server.db.dialect import Json, upsert
 from fp8watch_server.db.fence import RunHasMoved, moved_to
 from fp8watch_server.store import batch_dedup
+from fp8watch_server.store.last_step import Told, now_at
 from fp8watch_server.store.registrations import KeyReused, RankMismatch, Unknown, WrongKey, key_fits
 
 CAPTURE_STEPS = 16
@@ -225,7 +226,8 @@ def _commit_run(
     sessions = {row.session: row for row in conn.execute(_SESSIONS, {**of_run, "sessions": names})}
     captures = captures_wanted(conn, run_id, tenant=tenant)
     seen: dict[_Seen, bytes] = {}
-    arrival, last = run.num_batches, (run.last_step_attempt, run.last_step)
+    arrival = run.num_batches
+    told: list[Told] = []
     batches: list[dict[str, Any]] = []
     scalars: list[dict[str, Any]] = []
     logs: list[dict[str, Any]] = []
@@ -262,9 +264,10 @@ def _commit_run(
         batches.append(_row(item, run_id, tenant, session.attempt, arrival, now))
         scalars += _scalars(item.batch, session.attempt, tenant)
         logs += _logs(item.batch, session.attempt, tenant)
-        step_max = batches[-1]["step_max"]
-        if step_max is not None and (last[1] is None or (session.attempt, step_max) > last):
-            last = (session.attempt, step_max)
+        steps = item.batch.steps
+        if len(steps):
+            step_max, began_at = int(steps["step"][-1]), float(steps["time"][0])
+            told.append(Told(session.attempt, h.rank, h.parent_seq, step_max, began_at))
         before = newest.get(h.session, (-1, {}, False))
         health = (h.parent_seq, h.health) if h.health and h.parent_seq > before[0] else before[:2]
         newest[h.session] = (*health, before[2] or bool(h.health.get("ended")))
@@ -274,7 +277,8 @@ def _commit_run(
     conn.execute(_INSERT, batches)
     upsert(conn, t.scalar, scalars, newest_by="seq")
     upsert(conn, t.logged, logs, newest_by="seq")
-    conn.execute(_TOUCH_RUN, {**of_run, "batches": arrival, "now": now, "step_attempt": last[0], "step": last[1]})
+    attempt, step = now_at(conn, run, told)
+    conn.execute(_TOUCH_RUN, {**of_run, "batches": arrival, "now": now, "step_attempt": attempt, "step": step})
     touched = [
         {**of_run, "in_session": name, "now": now, "has_ended": ended}
         | {"has_health": bool(health), "of_health": health, "at_seq": seq}

@@ -26,6 +26,7 @@ from fp8watch_agent.wire import Batch
 from fp8watch_server.db import schema as t
 from fp8watch_server.db.dialect import upsert, writing
 from fp8watch_server.store import batch_dedup, blocks, hot_batches, sheets
+from fp8watch_server.store.attempts import owners
 from fp8watch_server.store.cell_records import (
     SITES_AT_ONCE,
     drop_records,
@@ -38,7 +39,6 @@ from fp8watch_server.store.cell_records import (
 )
 from fp8watch_server.store.light_rounding import round_light
 from fp8watch_server.store.rank_merge import over_ranks
-from fp8watch_server.store.reading import owners
 from fp8watch_server.store.records import Parts, join, newest_of_each
 from fp8watch_server.store.rolled_past import newest_past
 from fp8watch_server.store.scalars import put_scalar_block
@@ -324,13 +324,7 @@ def put_summary(conn: Connection, run_id: str, tenant: str, step0: int, summary:
 
 
 def _let_go(conn: Connection, group: Group, got: Sequence[tuple[Any, Batch]]) -> None:
-    """Delete batches that are completely in blocks and add their keys to the ledger; the others keep their later steps.
-
-    The run is locked as ingest locks it: a concurrent resend of a batch finds the key in one place or the other.
-    """
-    r = t.run.c
-    this_run = sa.select(r.run_id).where(r.run_id == group.run_id, r.tenant == group.tenant)
-    conn.execute(this_run.with_for_update(key_share=True))
+    """Release batches that are completely in blocks; the others keep their later steps."""
     end = group.step0 + t.BLOCK_STEPS
     done: list[Any] = []
     left: dict[int, list[int]] = defaultdict(list)  # first remaining step -> arrivals
@@ -341,15 +335,29 @@ def _let_go(conn: Connection, group: Group, got: Sequence[tuple[Any, Batch]]) ->
             done.append(row)
         else:
             left[int(steps[later])].append(row.arrival)
+    release(conn, group.run_id, group.tenant, done)
     b = t.hot_batch.c
     of_run = (b.run_id == group.run_id, b.tenant == group.tenant)
-    for start in range(0, len(done), SITES_AT_ONCE):
-        arrivals = [row.arrival for row in done[start : start + SITES_AT_ONCE]]
-        gone = conn.execute(sa.delete(t.hot_batch).where(*of_run, b.arrival.in_(arrivals)))
-        if gone.rowcount != len(arrivals):
-            raise CellChanged
-    batch_dedup.enter(conn, done)
     for step_min, of_step in left.items():
         for start in range(0, len(of_step), SITES_AT_ONCE):
             part = of_step[start : start + SITES_AT_ONCE]
             conn.execute(sa.update(t.hot_batch).where(*of_run, b.arrival.in_(part)).values(step_min=step_min))
+
+
+def release(conn: Connection, run_id: str, tenant: str, rows: Sequence[Any]) -> None:
+    """Delete batches of a run from hot_batch and add their keys to the ledger.
+
+    The run is locked as ingest locks it: a concurrent resend of a batch finds the key in one place or the other.
+
+    Raises:
+        CellChanged: one of them is not there any more.
+    """
+    r, b = t.run.c, t.hot_batch.c
+    this_run = sa.select(r.run_id).where(r.run_id == run_id, r.tenant == tenant)
+    conn.execute(this_run.with_for_update(key_share=True))
+    for start in range(0, len(rows), SITES_AT_ONCE):
+        these = b.arrival.in_([row.arrival for row in rows[start : start + SITES_AT_ONCE]])
+        gone = conn.execute(sa.delete(t.hot_batch).where(b.run_id == run_id, b.tenant == tenant, these))
+        if gone.rowcount != len(rows[start : start + SITES_AT_ONCE]):
+            raise CellChanged
+    batch_dedup.enter(conn, rows)

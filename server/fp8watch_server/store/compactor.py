@@ -23,13 +23,16 @@ from fp8watch_server.db.fence import is_fenced
 from fp8watch_server.db.leader import Leader
 from fp8watch_server.db.leader_loop import LeaderLoop, Pause
 from fp8watch_server.store.compact import COOL_AFTER_S, CellChanged, CrashPoint, compact, groups_of, no_crash
-from fp8watch_server.store.retention import Policy, prune
+from fp8watch_server.store.retention import DAY_S, Policy, prune, settled_after_s
 from fp8watch_server.store.rollup import behind, roll_up
+from fp8watch_server.store.stepless import let_go_stepless
 
 log = logging.getLogger("fp8watch.store")
 
 ROUND_S = 15.0
 PRUNE_EVERY_S = 600.0
+PRUNE_ALL_EVERY_S = DAY_S
+"""Silent runs too, of which most often nothing is left to delete."""
 
 
 @dataclass
@@ -69,7 +72,7 @@ class Compactor:
         self._rounds = LeaderLoop(
             "fp8watch-compact", "compaction", Leader(engine, "compact"), self._work, log, retry_s=round_s
         )
-        self._pruned_at = -PRUNE_EVERY_S
+        self._pruned_at, self._pruned_all_at = -PRUNE_EVERY_S, -PRUNE_ALL_EVERY_S
 
     @property
     def num_failures(self) -> int:
@@ -95,9 +98,16 @@ class Compactor:
         while self.round().anything and not self._stopping():
             pass
         if time.monotonic() - self._pruned_at >= PRUNE_EVERY_S:
-            self._pruned_at = time.monotonic()
-            prune(self._db, self._policy, self._clock(), crash=self._crash, stop=self._stopping)
+            self._prune()
         return Pause(self._round_s)
+
+    def _prune(self) -> None:
+        self._pruned_at, now, since = time.monotonic(), self._clock(), None
+        if self._pruned_at - self._pruned_all_at >= PRUNE_ALL_EVERY_S:
+            self._pruned_all_at = self._pruned_at
+        else:
+            since = now - settled_after_s(self._policy)
+        prune(self._db, self._policy, now, heard_since=since, crash=self._crash, stop=self._stopping)
 
     def round(self) -> Done:
         """Compact everything that can be compacted now, of every run."""
@@ -119,6 +129,7 @@ class Compactor:
 
     def _run(self, run_id: str, tenant: str, done: Done) -> None:
         now = self._clock()
+        done.num_groups += bool(let_go_stepless(self._db, run_id, tenant, now, cool_after_s=self._cool_after_s))
         with self._db.connect() as conn:
             groups = groups_of(conn, run_id, tenant, now, cool_after_s=self._cool_after_s)
         for i, group in enumerate(groups):

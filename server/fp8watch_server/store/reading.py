@@ -5,8 +5,8 @@ Downstream: fp8watch_server.store.series
 Shapes:     a run, sites, steps -> Records, one of each (site, step), merged over ranks
 Thread:     query pool
 
-A step that was recomputed after a restart belongs to the newer attempt, rank by rank, and where only a roll-up is left of the
-older, of all ranks; a record that one session sent twice, to the later batch. A cell is *closed* when all of its data is in blocks and its roll-up is made: then its
+A step that was recomputed after a restart belongs to the newer attempt, rank by rank (store.attempts), and where only a roll-up is
+left of the older, of all ranks; a record that one session sent twice, to the later batch. A cell is *closed* when all of its data is in blocks and its roll-up is made: then its
 roll-up (or its only source) is the answer. An open cell is merged from the detail of its ranks and from hot batches, in
 the same way as the roll-up, so that the answer stays bit-identical.
 """
@@ -28,7 +28,9 @@ from fp8watch_server.db import schema as t
 from fp8watch_server.store import hot_batches as hot
 from fp8watch_server.store import segment_cache
 from fp8watch_server.store import sheets as sheet_rows
+from fp8watch_server.store.attempts import owners
 from fp8watch_server.store.blocks import cell_of, decode
+from fp8watch_server.store.cell_records import of_keys
 from fp8watch_server.store.hot_batches import step_range
 from fp8watch_server.store.rank_merge import over_ranks
 from fp8watch_server.store.records import (
@@ -216,7 +218,7 @@ def _together(
             attempts.add(past)
     if len(attempts) > 1:
         first, last = int(whole.step.min()), int(whole.step.max())
-        whole = owned(whole, owners(conn, found.run_id, found.tenant, first, last))
+        whole = owned(whole, owners(conn, found.run_id, found.tenant, first, last, apart=rank is not None))
     return over_ranks(whole)
 
 
@@ -228,20 +230,6 @@ def _sorted(parts: Parts) -> Parts:
     if bool(((parts.site[1:] > parts.site[:-1]) | (same & (parts.step[1:] > parts.step[:-1]))).all()):
         return parts
     return parts.take(np.lexsort((parts.step, parts.site)))
-
-
-def owners(conn: Connection, run_id: str, tenant: str, from_step: int, to_step: int) -> dict[tuple[int, int], int]:
-    """{(rank, step): newest attempt that computed it}; of rank −1 that of any rank."""
-    c = t.scalar.c
-    rows = conn.execute(
-        sa.select(c.rank, c.step, sa.func.max(c.attempt))
-        .where(c.run_id == run_id, c.tenant == tenant, c.step >= from_step, c.step <= to_step)
-        .group_by(c.rank, c.step)
-    )
-    owner = {(rank, step): attempt for rank, step, attempt in rows}
-    for (_, step), attempt in list(owner.items()):
-        owner[t.ROLLED_RANK, step] = max(attempt, owner.get((t.ROLLED_RANK, step), 0))
-    return owner
 
 
 def _detail(
@@ -348,10 +336,8 @@ def _old(
 
 
 def _of_keys(c: Any, found: Extent, keys: Sequence[Key], step0s: Sequence[int]) -> list[Any]:
-    where = [c.run_id == found.run_id, c.tenant == found.tenant, c.step0 >= step0s[0], c.step0 <= step0s[-1]]
-    if len(keys) == 1:
-        return [*where, c.attempt == keys[0][0], c.rank == keys[0][1]]
-    return [*where, sa.or_(*(sa.and_(c.attempt == a, c.rank == r) for a, r in keys))]
+    of_run = (c.run_id == found.run_id, c.tenant == found.tenant)
+    return [*of_run, of_keys(c, keys), c.step0 >= step0s[0], c.step0 <= step0s[-1]]
 
 
 def _of_cells(rows: Sequence[Any], step0s: Sequence[int]) -> Sequence[Any]:

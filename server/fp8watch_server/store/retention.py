@@ -30,7 +30,7 @@ class Policy:
     detail_hours: float | None = 24.0  # of each rank, once there is a roll-up
     keep_days: float | None = None  # since the steps were compacted
     keep_steps: int | None = None  # newest ones
-    keep_bytes: int | None = None  # of blocks
+    keep_bytes: int | None = None  # of blocks, those that were compacted last
 
 
 class _Limits(Protocol):
@@ -71,6 +71,7 @@ def prune(
     now: float,
     *,
     run_id: str | None = None,
+    heard_since: float | None = None,
     crash: CrashPoint = no_crash,
     stop: Callable[[], bool] = lambda: False,
     dry_run: bool = False,
@@ -79,13 +80,12 @@ def prune(
     """Apply the policy to one run or to all. Idempotent and resumable.
 
     Args:
+        heard_since: of all runs those that have been heard of since then, and those that have limits of their own.
         given: limits of `policy` that hold for runs with limits of their own, too.
     """
     done = Pruned()
     with engine.connect() as conn:
-        r = t.run.c
-        query = sa.select(r.run_id, r.tenant, r.last_step)
-        runs = conn.execute(query if run_id is None else query.where(r.run_id == run_id)).all()
+        runs = _runs(conn, run_id, heard_since)
     for run in runs:
         with engine.connect() as conn:
             own = _policy_of(conn, run, policy, given)
@@ -111,6 +111,22 @@ def prune(
     return done
 
 
+def settled_after_s(policy: Policy) -> float:
+    """How long after its last batch a run has nothing more that a policy of time deletes: what is compacted late takes a day more."""
+    return max((policy.detail_hours or 0.0) * 3600, (policy.keep_days or 0.0) * DAY_S) + DAY_S
+
+
+def _runs(conn: Connection, run_id: str | None, heard_since: float | None) -> Sequence[Any]:
+    r, own = t.run.c, t.retention.c
+    query = sa.select(r.run_id, r.tenant, r.last_step)
+    if run_id is not None:
+        query = query.where(r.run_id == run_id)
+    if heard_since is not None:
+        limits = sa.select(sa.literal(1)).where(own.run_id == r.run_id, own.tenant == r.tenant).exists()
+        query = query.where(sa.or_(r.last_seen_at >= heard_since, limits))
+    return conn.execute(query).all()
+
+
 def _policy_of(conn: Connection, run: Any, policy: Policy, given: Collection[str]) -> Policy:
     """A run's own limits, where it has some, before those of `policy`; 0 of its own: no limit."""
     c = t.retention.c
@@ -124,10 +140,10 @@ def _policy_of(conn: Connection, run: Any, policy: Policy, given: Collection[str
 
 
 def _cells(conn: Connection, run: Any) -> Sequence[Any]:
+    """Newest first: those that were compacted last. A run that begins again under its name has lower steps than it had."""
     c = t.cell.c
-    return conn.execute(
-        sa.select(t.cell).where(c.run_id == run.run_id, c.tenant == run.tenant).order_by(c.step0.desc())
-    ).all()
+    of_run = sa.select(t.cell).where(c.run_id == run.run_id, c.tenant == run.tenant)
+    return conn.execute(of_run.order_by(c.compacted_at.desc(), c.step0.desc())).all()
 
 
 def _incidents(conn: Connection, run: Any) -> tuple[list[tuple[int, int]], set[int]]:

@@ -20,10 +20,11 @@ from sqlalchemy.engine import Connection, Engine
 from fp8watch_server.db import schema as t
 from fp8watch_server.db.dialect import writing
 from fp8watch_server.store import blocks, sheets
+from fp8watch_server.store.attempts import owners
 from fp8watch_server.store.cell_records import bytes_of, drop_records, put_records, read_records, size_of
 from fp8watch_server.store.compact import ROLLED, CellChanged, CrashPoint, cell_row, no_crash, put_summary, touch
 from fp8watch_server.store.rank_merge import RankMerge
-from fp8watch_server.store.reading import detail_keys, owners
+from fp8watch_server.store.reading import detail_keys
 from fp8watch_server.store.records import Parts, owned
 from fp8watch_server.store.rolled_past import newest_past
 from fp8watch_server.store.scalars import put_scalar_block

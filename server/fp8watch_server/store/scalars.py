@@ -18,6 +18,7 @@ from sqlalchemy.engine import Connection
 
 from fp8watch_server.db import schema as t
 from fp8watch_server.db.dialect import upsert
+from fp8watch_server.store.attempts import counting, fewer_ranks
 from fp8watch_server.store.block_codec import Column, Packed, pack
 from fp8watch_server.store.fields import FieldError
 from fp8watch_server.store.hot_batches import step_range
@@ -60,21 +61,23 @@ def _merged(rows: Array) -> Scalars:
     return step[starts], mean, num > 0
 
 
-def _fetch(conn: Connection, table: sa.Table, value: str, kind: str, where: list[Any]) -> Array:
+def _fetch(
+    conn: Connection, table: sa.Table, of_run: tuple[str, str], names: Sequence[str], where: Sequence[Any]
+) -> dict[str, Array]:
+    """Rows of a run for some columns that have a class, in one statement: one snapshot."""
     c = table.c
-    rows = conn.execute(sa.select(c.rank, c.step, c.attempt, c.seq, c[value], c[kind]).where(*where)).all()
-    return np.array([tuple(row) for row in rows], dtype=_FETCHED)
-
-
-def _fetch_several(conn: Connection, names: Sequence[str], where: list[Any]) -> dict[str, Array]:
-    """Fetch several sources in one statement, for one snapshot."""
-    c = t.scalar.c
     wanted = [c[column] for name in names for column in (name, f"{name}_class")]
-    rows = conn.execute(sa.select(c.rank, c.step, c.attempt, c.seq, *wanted).where(*where)).all()
-    return {
+    this = (c.run_id == of_run[0], c.tenant == of_run[1], *where)
+    rows = conn.execute(sa.select(c.rank, c.step, c.attempt, c.seq, *wanted).where(*this)).all()
+    out = {
         name: np.array([(*row[:4], row[at], row[at + 1]) for row in rows], dtype=_FETCHED)
         for at, name in zip(range(4, 4 + 2 * len(names), 2), names, strict=True)
     }
+    some = out[names[0]]
+    if len(some) and some["attempt"].min() < some["attempt"].max():
+        counts = counting(fewer_ranks(conn, *of_run), some["rank"], some["step"], some["attempt"])
+        out = {name: of_name[counts] for name, of_name in out.items()}
+    return out
 
 
 def read_scalars(conn: Connection, found: Extent, name: str, rank: int | None) -> Scalars:
@@ -85,9 +88,9 @@ def read_scalars(conn: Connection, found: Extent, name: str, rank: int | None) -
 def read_several(conn: Connection, found: Extent, names: Sequence[str], rank: int | None) -> dict[str, Scalars]:
     """Several of the four scalars, unpacking each block once."""
     c = t.scalar.c
-    where = [c.run_id == found.run_id, c.tenant == found.tenant, c.step >= found.from_step, c.step <= found.to_step]
+    of_run, where = (found.run_id, found.tenant), [c.step >= found.from_step, c.step <= found.to_step]
     if rank is not None:
-        of_rank = _fetch_several(conn, names, [*where, c.rank == rank])
+        of_rank = _fetch(conn, t.scalar, of_run, names, [*where, c.rank == rank])
         return {name: _merged(rows) for name, rows in of_rank.items()}
     closed = sorted(cell.step0 for cells in found.closed.values() for cell in cells)
     packed = _packed(conn, found, names, closed)
@@ -98,7 +101,7 @@ def read_several(conn: Connection, found: Extent, names: Sequence[str], rank: in
     past = {cell.step0: newest_past(conn, found.run_id, found.tenant, cell) for cell in without}
     rolled = _packed(conn, found, names, sorted(past))
     out = {}
-    for name, loose in _fetch_several(conn, names, where).items():
+    for name, loose in _fetch(conn, t.scalar, of_run, names, where).items():
         if packed and len(loose):
             loose = loose[~np.isin(loose["step"] // t.BLOCK_STEPS * t.BLOCK_STEPS, done)]
         parts = [of_cell[name] for of_cell in packed.values()]
@@ -170,9 +173,9 @@ def put_scalar_block(conn: Connection, run_id: str, tenant: str, step0: int, pas
         this = (packed.run_id == run_id, packed.tenant == tenant, packed.step0 == step0)
         before = conn.execute(sa.select(packed.body).where(*this)).scalar()
     rolled = {} if before is None else _unpack(bytes(before), step0, t.SCALAR_NAMES)
-    where = [c.run_id == run_id, c.tenant == tenant, c.step >= step0, c.step < step0 + t.BLOCK_STEPS]
+    where = (c.step >= step0, c.step < step0 + t.BLOCK_STEPS)
     columns: dict[str, Array] = {}
-    for name, fetched in _fetch_several(conn, t.SCALAR_NAMES, where).items():
+    for name, fetched in _fetch(conn, t.scalar, (run_id, tenant), t.SCALAR_NAMES, where).items():
         steps, values, present = _renewed(rolled[name], fetched, past) if rolled else _merged(fetched)
         if not len(steps):
             return
@@ -201,12 +204,12 @@ def read_logged(
     """
     c = t.logged.c
     low, high = step_range(from_step, to_step)
-    of_run = [c.run_id == run_id, c.tenant == tenant]
-    where = [*of_run, c.name == name, c.step >= low, c.step <= high]
+    where = [c.name == name, c.step >= low, c.step <= high]
     if rank is not None:
         where.append(c.rank == rank)
-    rows = _fetch(conn, t.logged, "value", "value_class", where)
+    rows = _fetch(conn, t.logged, (run_id, tenant), ["value"], where)["value"]
     if not len(rows):
+        of_run = (c.run_id == run_id, c.tenant == tenant)
         names = set(conn.execute(sa.select(c.name).where(*of_run).distinct()).scalars())
         if name not in names:
             known = ", ".join([*t.SCALAR_NAMES, *sorted(names)])

@@ -3,7 +3,8 @@
 Shapes:     TileMap of [Mt·Kt] tiles -> one row a map
 Thread:     ingest pool (write), query pool (read)
 
-Kept are the maps of a run's newest 256 steps, and those within 16 steps of the first and of the last step of an incident.
+Kept are the maps of a run's newest 256 steps, and those within 16 steps of the first and of the last step of an incident. Steps of
+a newer attempt are newer, however low.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from fp8watch_agent.record import TileFlag, TileMap
 from fp8watch_agent.wire import TileMaps, decode_tile_maps, encode_tile_maps
 from fp8watch_server.db import schema as t
 from fp8watch_server.db.dialect import upsert
+from fp8watch_server.store.attempts import lowest_current
 from fp8watch_server.store.fields import as_data
 from fp8watch_server.store.registrations import KeyReused, require_session, require_sites
 
@@ -95,11 +97,23 @@ def prune(conn: Connection, run_id: str, *, tenant: str = t.DEFAULT_TENANT) -> i
     """Delete tile maps outside both ranges. Returns how many."""
     m = t.tile_map.c
     of_run = (m.run_id == run_id, m.tenant == tenant)
+    current = lowest_current(conn, run_id, tenant)
+    start = _start(m.attempt, current)
     oldest_kept = conn.execute(
-        sa.select(m.step).where(*of_run).distinct().order_by(m.step.desc()).offset(KEEP_NEWEST_STEPS - 1).limit(1)
-    ).scalar()
+        sa.select(start, m.step)
+        .where(*of_run)
+        .distinct()
+        .order_by(start.desc(), m.step.desc())
+        .offset(KEEP_NEWEST_STEPS - 1)
+        .limit(1)
+    ).first()
     if oldest_kept is None:
         return 0
+
+    def older(attempt: Any, step: Any) -> sa.ColumnElement[bool]:
+        of = _start(attempt, current)
+        return sa.or_(of < oldest_kept.start, sa.and_(of == oldest_kept.start, step < oldest_kept.step))
+
     i = t.incident.c
     near_incident = (
         sa.select(sa.literal(1))
@@ -115,10 +129,17 @@ def prune(conn: Connection, run_id: str, *, tenant: str = t.DEFAULT_TENANT) -> i
         )
         .exists()
     )
-    gone = conn.execute(sa.delete(t.tile_map).where(*of_run, m.step < oldest_kept, ~near_incident))
-    k = t.tile_map_batch.c
-    conn.execute(sa.delete(t.tile_map_batch).where(k.run_id == run_id, k.tenant == tenant, k.step_max < oldest_kept))
+    gone = conn.execute(sa.delete(t.tile_map).where(*of_run, older(m.attempt, m.step), ~near_incident))
+    k, s = t.tile_map_batch.c, t.session.c
+    attempt = sa.select(s.attempt).where(s.run_id == k.run_id, s.tenant == k.tenant, s.session == k.session)
+    of_session = older(attempt.scalar_subquery(), k.step_max)
+    conn.execute(sa.delete(t.tile_map_batch).where(k.run_id == run_id, k.tenant == tenant, of_session))
     return int(gone.rowcount)
+
+
+def _start(attempt: Any, current: int) -> sa.Label[int]:
+    """An attempt, in an order in which all that go on are the newest."""
+    return sa.case((attempt < current, attempt), else_=current).label("start")
 
 
 def steps_available(conn: Connection, run_id: str, site: int, rank: int | None = None) -> list[int]:
@@ -170,7 +191,7 @@ def kept_map(
     steps = steps_available(conn, run_id, site, rank)
     if not steps:
         return None
-    wanted = steps[-1] if step is None else step
+    wanted = _newest_step(conn, run_id, site, rank) if step is None else step
     m = t.tile_map.c
     rows = conn.execute(
         sa.select(m.rank, m.body)
@@ -186,6 +207,15 @@ def kept_map(
     tiles: TileMap = decode_tile_maps(bytes(chosen.body)).maps[0]
     ranks = sorted({row.rank for row in rows})
     return KeptMap(tiles, chosen.rank, ranks, steps, evidence.get("cast") != "absent")
+
+
+def _newest_step(conn: Connection, run_id: str, site: int, rank: int | None) -> int | None:
+    m = t.tile_map.c
+    where = [m.run_id == run_id, m.tenant == t.DEFAULT_TENANT, m.site == site]
+    if rank is not None:
+        where.append(m.rank == rank)
+    start = _start(m.attempt, lowest_current(conn, run_id, t.DEFAULT_TENANT))
+    return conn.execute(sa.select(m.step).where(*where).order_by(start.desc(), m.step.desc()).limit(1)).scalar()
 
 
 def tile_map(

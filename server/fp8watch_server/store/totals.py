@@ -75,7 +75,12 @@ def _side_by_side(name: str, batches: Sequence[Batch]) -> npt.NDArray[Any]:
 
 
 def _add(conn: Connection, run_id: str, tenant: str, rows: list[dict[str, Any]]) -> None:
-    c = t.site_total.c
+    c, r = t.site_total.c, t.run.c
+    at = conn.execute(
+        sa.select(r.last_step_attempt, r.last_step).where(
+            r.run_id == run_id, r.tenant == tenant, r.last_step.is_not(None)
+        )
+    ).first()
     known = {
         row.site: row for row in conn.execute(sa.select(t.site_total).where(c.run_id == run_id, c.tenant == tenant))
     }
@@ -88,7 +93,7 @@ def _add(conn: Connection, run_id: str, tenant: str, rows: list[dict[str, Any]])
         here, newest = (row["attempt"], row["last_step"]), (old.attempt, old.last_step)
         if here == newest:  # another rank's view of the same step
             row["newest"] = worse(old.newest, row["newest"])
-        elif here > newest:
+        elif here > newest or (at is not None and newest > tuple(at)):  # beyond the run's last step: training went back
             row["newest"] = {**old.newest, **row["newest"]}
         else:  # a late step
             row["attempt"], row["last_step"] = newest
