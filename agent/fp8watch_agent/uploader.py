@@ -81,6 +81,7 @@ class Uploader:
     def __init__(self, transport: Transport, told: Told | None = None) -> None:
         self.transport = transport
         self._told = Told() if told is None else told
+        self._refused: Answer | None = None  # to the last registration, where it was
 
     def register(self, registration: Registration) -> Answer | None:
         """Register run, session and new sites. None on success, else the failed response."""
@@ -127,7 +128,8 @@ class Uploader:
     def _put(self, path: str, value: object, key: str) -> Answer | None:
         answer = self.transport.put(path, value, key)
         verdict = judge(answer)
-        if verdict in (ResponseMeaning.REFUSED, ResponseMeaning.SPLIT):
+        self._refused = answer if verdict in (ResponseMeaning.REFUSED, ResponseMeaning.SPLIT) else self._refused
+        if self._refused is answer:
             return None  # batches will show whether it matters
         return None if verdict is ResponseMeaning.ACKNOWLEDGED else answer
 
@@ -162,7 +164,7 @@ class Uploader:
             if verdict is not ResponseMeaning.REGISTER:
                 return self._receipt(parcel, registration, answer, verdict)
             self.forget(registration.session)
-        receipt = Receipt(ResponseMeaning.ACKNOWLEDGED, answer)
+        receipt = Receipt(ResponseMeaning.ACKNOWLEDGED, self._refused or answer)  # why, where it is known
         receipt.refuse(parcel, DROP_UNREGISTERED)
         return receipt
 

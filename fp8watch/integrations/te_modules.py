@@ -199,8 +199,9 @@ def numerics_of(held: Any, view: QuantizedView, *, exact: bool) -> SiteNumerics:
     power_2 = bool(getattr(quantizer, "force_pow_2_scales", False))
     eps = float(getattr(quantizer, "amax_epsilon", 0.0) or 0.0)
     recipe = recipe_of(held, view.tile, is_bound(quantizer, view))
+    tile = max(view.tile[0], 1), max(view.tile[1], 1)  # of an expert without tokens the tensor has no rows
     evidence = EXACT if exact else CODES_OF_FOUR_BITS if view.fmt is E2M1 else DERIVED
-    return SiteNumerics(view.tile, view.fmt.name, power_2 or recipe == "mxfp8", eps, evidence, recipe)
+    return SiteNumerics(tile, view.fmt.name, power_2 or recipe == "mxfp8", eps, evidence, recipe)
 
 
 def is_bound(quantizer: Any, view: QuantizedView) -> bool:

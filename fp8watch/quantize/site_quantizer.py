@@ -104,9 +104,9 @@ class SiteQuantizer:
     def tile_for(self, shape: tuple[int, int]) -> tuple[int, int]:
         """Tile in the operand's own rows × columns; a columnwise tile runs along the tokens: (128, 1)."""
         if self.spec.tile is None:
-            return shape
+            return max(shape[0], 1), max(shape[1], 1)  # an expert without tokens has no rows
         if self.spec.tile == ROW:
-            return (shape[0], 1) if self.columnwise else (1, shape[1])
+            return (max(shape[0], 1), 1) if self.columnwise else (1, shape[1])
         m, k = self.spec.tile
         return (k, m) if self.columnwise else (m, k)
 

@@ -210,6 +210,18 @@ def test_records_of_sites_that_were_never_registered_do_not_block_the_next(
     assert recorder.health().records.dropped == {"unregistered": 3}
 
 
+def test_sites_that_the_collector_refuses_are_why_their_batch_is(
+    collector: Collector, settings: AgentSettings, session: Session, caplog: pytest.LogCaptureFixture
+) -> None:
+    collector.refuse_sites = True
+    recorder = Recorder(replace(settings, collector=collector.url), session)
+    record(recorder, [0])
+    assert recorder.flush(10)
+    recorder.close()
+    assert recorder.health().records.dropped == {"unregistered": 3}
+    assert "refused: HTTP 422" in caplog.text
+
+
 def test_a_batch_whose_key_was_taken_goes_under_another_one_and_twice_is_counted(
     collector: Collector, settings: AgentSettings, session: Session, caplog: pytest.LogCaptureFixture
 ) -> None:

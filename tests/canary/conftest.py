@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -15,6 +16,7 @@ from fp8watch_agent.health import Health
 from fp8watch_agent.wire import Header, decode_batch, encode_batch
 from fp8watch_server.detect.engine import DetectionEngine
 from fp8watch_server.detect.finding import facts_of
+from fp8watch_server.ingest.registration import SiteBody
 
 
 @pytest.fixture(autouse=True)
@@ -36,6 +38,7 @@ class Line:
         self.spool_dir = settings.spool_dir
 
     def register_sites(self, sites):
+        msgspec.convert(msgspec.to_builtins(list(sites)), list[SiteBody])  # as a collector does
         self.sites |= facts_of(sites)
         self.engine.add_sites(self.sites)
 

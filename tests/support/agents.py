@@ -44,6 +44,7 @@ class Collector:
     script: list[Reply] = field(default_factory=list)
     always: Reply | None = None
     refuse_all: Reply | None = None  # registrations as well
+    refuse_sites: bool = False
     max_body_bytes: int = 1 << 30
     stored: dict[tuple[str, str, int, int], bytes] = field(default_factory=dict)
     maps: dict[int, bytes] = field(default_factory=dict)
@@ -83,6 +84,8 @@ class Collector:
         parts = path.strip("/").split("/")
         value = json.loads(raw)
         if parts[-1] == "sites":
+            if self.refuse_sites:
+                return Reply(422)
             if value["session"] not in self.sessions:
                 return Reply(424, body=b'{"error": "unknown-session"}')
             self.sites.update(s["id"] for s in value["sites"])
