@@ -62,6 +62,7 @@ def target_of(
     finding: Finding,
     window_steps: int,
     sites: Mapping[int, SiteFacts] = MappingProxyType({}),
+    after_clean_steps: int = CLOSE_AFTER_STEPS,
 ) -> Open | None:
     """The open incident that this finding belongs to."""
     stride = _stride(finding)
@@ -72,7 +73,7 @@ def target_of(
 
     def here(i: Open) -> bool:
         """Same place, within the clean steps that would have resolved it, whether it is resolved by now or not."""
-        quiet = CLOSE_AFTER_STEPS * stride
+        quiet = after_clean_steps * stride
         same_place = finding.site in i.row["sites"][:1]
         return same_place and bool(i.row["first_step"] - quiet < finding.step < i.row["last_step"] + quiet)
 
