@@ -22,7 +22,7 @@ import sqlalchemy as sa
 
 from fp8watch_server.db import schema
 from fp8watch_server.detect.families.fault_why import EXPLAINED
-from fp8watch_server.detect.finding import Finding, SiteFacts
+from fp8watch_server.detect.finding import UNOBSERVED, Finding, SiteFacts
 from fp8watch_server.detect.precedence import FADING, NONFINITE_MODES, PRECURSORS, SPREADING
 from fp8watch_server.incidents.auto_resolve import CLOSE_AFTER_STEPS, close_quiet
 from fp8watch_server.incidents.causes import cause_id, remember
@@ -130,7 +130,8 @@ def _new(
     words = explain(finding, sites)
     hit = _sites_of(finding)
     window = finding.onset // max(window_steps, 1)
-    identity = "\0".join([run_id, str(attempt), finding.mode, words.place["module"] or "", str(window)])
+    topic = [UNOBSERVED] if finding.topic == UNOBSERVED else []  # beside another of its mode
+    identity = "\0".join([run_id, str(attempt), finding.mode, words.place["module"] or "", str(window), *topic])
     row: dict[str, Any] = {
         "run_id": run_id,
         "tenant": tenant,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
 
-from fp8watch_server.detect.finding import Finding, SiteFacts
+from fp8watch_server.detect.finding import UNOBSERVED, Finding, SiteFacts
 from fp8watch_server.detect.precedence import (
     GLOBAL_ROOTS,
     IN_EFFECT,
@@ -103,10 +103,13 @@ def target_of(
 def _is_told(i: Open, finding: Finding, sites: Mapping[int, SiteFacts]) -> bool:
     """Whether an incident of its mode is about what a finding is about.
 
-    What begins together is one failure, at however many places. What begins later is another where it is of another topic, or a warning at
-    a place that the first does not name, however long that one stays. Logged scalars have names for a place. Values that break spread: they
+    What begins together is one failure, at however many places; but what a session says nobody observes has an end of its own. What begins
+    later is another where it is of another topic, or a warning at a place that the first does not name, however long that one stays. Logged scalars have names for a place. Values that break spread: they
     are one failure wherever.
     """
+    other = i.topic is not None and i.topic != finding.topic
+    if other and UNOBSERVED in (i.topic, finding.topic):
+        return False
     name = finding.scalar
     apart = abs(finding.onset - i.row["first_step"])
     together = apart <= CLOSE_AFTER_STEPS * max(_stride(finding), i.stride)
@@ -114,7 +117,7 @@ def _is_told(i: Open, finding: Finding, sites: Mapping[int, SiteFacts]) -> bool:
         return True
     if name:
         return name in i.names
-    if i.topic is not None and i.topic != finding.topic:
+    if other:
         return False
     return finding.severity == "info" or not _is_elsewhere(i, finding, sites)
 
