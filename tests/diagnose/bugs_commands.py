@@ -23,6 +23,10 @@ COMMAND_BUGS = [
     Bug("what a model lacks is no part of fp8watch", "fp8watch.cli:main",
         "if args[0] in RUN_THEIR_CODE and _importer(e) not in OURS:", "if False:",
         f"{_C}test_a_module_that_their_model_lacks_is_theirs"),
+    Bug("a bisection whose reader has gone is no mistake", "bisect_command:run", "    except BrokenPipeError as e:", "    except ZeroDivisionError as e:",
+        f"{_C}test_a_bisection_is_sent_though_its_reader_has_gone"),
+    Bug("a bisection whose reader has gone is sent", "bisect_command:run", "        gone = e\n", "        raise\n",
+        f"{_C}test_a_bisection_is_sent_though_its_reader_has_gone"),
     *(Bug(f"a reader that has gone is no mistake of {at.rpartition('.')[2]}", f"{at}:main", "    except BrokenPipeError:\n        raise",
           "    except ZeroDivisionError:\n        raise", GONE)
       for at in ("diagnose.command", "diagnose.calibrate_command", "fp8watch_agent.fix_command")),

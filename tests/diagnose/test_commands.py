@@ -8,6 +8,7 @@ import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from diagnose.small_models import batch_of, trained
 
 import fp8watch
 from fp8watch.cli import main
+from fp8watch.diagnose import bisect_command
 from fp8watch.diagnose.calibrate_command import main as calibrate_main
 from fp8watch.diagnose.command import SUBCOMMANDS
 from fp8watch.diagnose.command import main as diagnose_main
@@ -233,6 +235,18 @@ def test_a_reader_that_has_gone_is_no_mistake_of_the_command_line(
             closed.setattr(sys, "stdout", _Closed())
             with pytest.raises(BrokenPipeError):
                 run(args)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_bisection_is_sent_though_its_reader_has_gone(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    sent: list[str] = []
+    found = SimpleNamespace(verdict="fp8", as_json=dict, as_svg=str, send=sent.append)
+    monkeypatch.setattr(bisect_command, "bisect", lambda *args, **kwargs: found)
+    monkeypatch.setenv("FP8WATCH_COLLECTOR", "http://127.0.0.1:9")
+    monkeypatch.setattr(sys, "stdout", _Closed())
+    with pytest.raises(BrokenPipeError):
+        diagnose_main(["bisect", "module:function", "--incident", "abc"])
+    assert sent == ["abc"]
     assert capsys.readouterr().err == ""
 
 
