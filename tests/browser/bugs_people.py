@@ -187,6 +187,13 @@ BUGS = [
         f"{T}/test_inbox.py::test_a_cause_that_came_back_shows_what_helped_the_last_time_and_what_is_here_now",
     ),
     Bug(
+        "what helped is found without reading every run",
+        "pages.what_helped:what_helped",
+        "later = [r.tenant == t.DEFAULT_TENANT, r.last_step",
+        "later = [r.last_step",
+        f"{T}/test_run_list.py::test_what_helped_against_a_cause_is_found_without_reading_every_run",
+    ),
+    Bug(
         "a run in which the place was not looked at proves nothing",
         "pages.what_helped:_proof",
         "sa.exists().where(*looked)",

@@ -64,7 +64,7 @@ def fill(engine: sa.Engine, num_runs: int, num_incidents: int, now: float) -> No
 
 
 def cpu_of(app: Any, paths: tuple[str, ...]) -> dict[str, float]:
-    """CPU seconds that each page takes once the first was made, without the collector's threads; with those of PostgreSQL."""
+    """CPU seconds that each page takes, the quicker of twice, without the collector's threads; with those of PostgreSQL."""
     with ThreadPoolExecutor(1) as pool:  # the loop of a browser's tests may run in the caller's thread
         return pool.submit(lambda: asyncio.run(_cpu_of(app, paths))).result()
 
@@ -74,11 +74,12 @@ async def _cpu_of(app: Any, paths: tuple[str, ...]) -> dict[str, float]:
     postmaster = _postmaster(app.state.engine)
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
         await client.get("/")
-        spent = {}
-        for path in paths:
+        spent: dict[str, float] = {}
+        for path in (*paths, *paths):
             began, of_database = time.process_time(), _cpu_of_children(postmaster)
             answer = await client.get(path)
-            spent[path] = round(time.process_time() - began + _cpu_of_children(postmaster) - of_database, 3)
+            cpu_s = round(time.process_time() - began + _cpu_of_children(postmaster) - of_database, 3)
+            spent[path] = min(cpu_s, spent.get(path, cpu_s))
             assert answer.status_code == 200, path
             assert ('class="rowlink"' if not path.startswith("/compare") else "<option") in answer.text, path
     return spent

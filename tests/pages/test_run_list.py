@@ -18,7 +18,8 @@ from support.database import fresh_database
 from fp8watch_server.db import schema as t
 from fp8watch_server.db.dialect import make_engine, writing
 from fp8watch_server.pages import page_queries
-from fp8watch_server.store import run_list
+from fp8watch_server.pages.what_helped import what_helped
+from fp8watch_server.store import cause_list, run_list
 from fp8watch_server.store.run_list import Wanted
 
 NUM_RUNS, NUM_INCIDENTS = 10_000, 5_000
@@ -176,6 +177,26 @@ def test_every_condition_of_the_list_is_a_link_and_nonsense_is_none(client: http
         "?q=%25%5F%5C",
     ):
         assert client.get(f"/{odd}").status_code == 200, odd
+
+
+def test_what_helped_against_a_cause_is_found_without_reading_every_run() -> None:
+    with fresh_database("sqlite") as url:
+        engine = make_engine(url)
+        fill(engine, 20, 15, NOW)
+        asked: list[tuple[str, Any]] = []
+        with engine.connect() as conn:
+            causes = cause_list.find(conn, cause_list.Wanted()).causes
+            sa.event.listen(
+                conn, "before_cursor_execute", lambda c, cursor, sql, values, *_: asked.append((sql, values))
+            )
+            for cause in causes:
+                what_helped(conn, cause["incident"])
+            cursor = conn.connection.cursor()
+            assert len(asked) > 2
+            for sql, values in list(asked):
+                cursor.execute(f"EXPLAIN QUERY PLAN {sql}", values)
+                assert not [line for *_, line in cursor.fetchall() if line.split()[:2] == ["SCAN", "run"]], sql
+        engine.dispose()
 
 
 LARGE = pytest.mark.heavy(

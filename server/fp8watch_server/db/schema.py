@@ -100,6 +100,7 @@ run = sa.Table(
     sa.Column("archived_at", sa.Double),  # out of the list, kept; NULL again when the run goes on
     sa.Column("edited_at", sa.Double, nullable=False, server_default="0"),  # newest change of note, tags or archive
 )
+sa.Index(None, run.c.tenant, run.c.created_at)
 
 run_tag = sa.Table(  # of attach(tags=), and of people
     "run_tag",
