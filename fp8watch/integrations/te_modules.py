@@ -163,12 +163,7 @@ def weights_of(te: TeModule, index: int) -> list[Any]:
 
 
 def _sites(te: TeModule, index: int) -> list[TeSite]:
-    name = te.fqn
-    if te.kind == "LayerNormMLP":
-        name = f"{name}.fc{index + 1}"
-    elif te.kind == "GroupedLinear":
-        name = f"{name}.{index}"
-    weights, shown = weights_of(te, index), shows_all()
+    name, weights, shown = name_of(te, index), weights_of(te, index), shows_all()
     seen = {
         # after a norm or an activation the cast is fused into it
         "input": shown or te.kind in ("Linear", "GroupedLinear"),
@@ -182,9 +177,8 @@ def _sites(te: TeModule, index: int) -> list[TeSite]:
 
 def name_of(te: TeModule, index: int) -> str:
     """Name of the sites of one of its GEMMs: of an MLP the first or the second, of experts each has its own."""
-    if te.kind == "GroupedLinear":
-        return f"{te.fqn}.{index}"
-    return f"{te.fqn}.fc{index + 1}" if te.kind == "LayerNormMLP" else te.fqn
+    of_gemm = {"GroupedLinear": f".{index}", "LayerNormMLP": f".fc{index + 1}"}.get(te.kind, "")
+    return f"{te.fqn}{of_gemm}".lstrip(".")  # the model itself has no name
 
 
 def numerics_of(held: Any, view: QuantizedView, *, exact: bool) -> SiteNumerics:

@@ -18,6 +18,7 @@ from fp8watch.selection.module_filter import LeftOut, in_layers
 from fp8watch.session.gemm_choice import GemmChoice
 from fp8watch.session.identity import Identity
 from fp8watch.session.plan_rows import Watched, own_words
+from fp8watch.session.sites import ROOT
 from fp8watch_agent.recorder import Recorder
 from fp8watch_agent.settings import AgentSettings
 
@@ -78,7 +79,7 @@ def attach_line(
     if left_out:
         layers = in_layers(left_out)
         more = f" and {len(layers) - 6} more" if len(layers) > 6 else ""
-        parts.append("left out: " + ", ".join(f"{m.fqn or 'the model'} ({m.reason})" for m in layers[:6]) + more)
+        parts.append("left out: " + ", ".join(f"{m.fqn or ROOT} ({m.reason})" for m in layers[:6]) + more)
     if settings.disabled == "stats":
         parts.append("statistics switched off by FP8WATCH_DISABLED=stats")
     elif recorder is not None:

@@ -23,7 +23,7 @@ from fp8watch.selection.wrappers import named_modules
 from fp8watch.session.attachment import Attachment
 from fp8watch.session.gradients_given import GradientsGiven
 from fp8watch.session.site_placement import elsewhere
-from fp8watch.session.sites import and_more, silent_modules
+from fp8watch.session.sites import ROOT, and_more, silent_modules
 from fp8watch_agent.fact_lists import MAX_FACT_CHARS, joined
 from fp8watch_agent.roles import pattern
 
@@ -212,7 +212,7 @@ def _by_layers(reasons: Mapping[str, str]) -> list[tuple[str, str]]:
     """Layers merged where they have one reason."""
     groups: dict[tuple[str, str], list[str]] = {}
     for name, reason in reasons.items():
-        groups.setdefault((pattern(name), reason), []).append(name)
+        groups.setdefault((pattern(name), reason), []).append(name or ROOT)
     return [(of[0] if len(of) == 1 else name, reason) for (name, reason), of in groups.items()]
 
 

@@ -17,6 +17,8 @@ from fp8watch_agent.record import PROBE, Site
 
 INPUT, OUTPUT = "input", "output"
 """`operand` of what a Linear in high precision is given, and of what a probed module returns."""
+ROOT = "the model"
+"""What a module is called that was given to attach as the model itself: torch has no name for it, and a collector takes none without."""
 
 
 @dataclass
@@ -33,15 +35,20 @@ class SlabSite:
     is_own: bool = False  # of a parameter that its module multiplies with itself
     probed: bool = False  # looked at where no quantiser is
 
+    @property
+    def module(self) -> str:
+        """Its module as people are told of it."""
+        return self.fqn or ROOT
+
 
 def operand_name(table: Sequence[SlabSite], row: int) -> str:
     """Module and operand of a row, such as "layers.0.fc1.input"."""
-    return f"{table[row].fqn}.{table[row].operand}"
+    return f"{table[row].module}.{table[row].operand}"
 
 
 def site_name(s: SlabSite) -> str:
     """Module, operand and direction, such as "layers.0.fc1.input.rowwise"."""
-    return f"{s.fqn}.{s.operand}.{s.direction}"
+    return f"{s.module}.{s.operand}.{s.direction}"
 
 
 def describe(row: int, s: SlabSite, order: int, rows: SiteRows, te: TeObserver | None, recipe: Recipe) -> Site:
@@ -50,7 +57,7 @@ def describe(row: int, s: SlabSite, order: int, rows: SiteRows, te: TeObserver |
     shape = rows.shapes[row]
     if s.probed:
         return Site(
-            id=s.site_id, module=s.fqn, operand=s.operand, direction=s.direction, gemm=s.gemm, order=order, shape=shape,
+            id=s.site_id, module=s.module, operand=s.operand, direction=s.direction, gemm=s.gemm, order=order, shape=shape,
             tile=shape, format="", power_2_scale=False, eps=0.0, recipe=PROBE, backend="torch",
             evidence={"all": "exact"},
         )  # fmt: skip
@@ -58,7 +65,7 @@ def describe(row: int, s: SlabSite, order: int, rows: SiteRows, te: TeObserver |
         assert te is not None
         facts = te.numerics[row]
         return Site(
-            id=s.site_id, module=s.fqn, operand=s.operand, direction=s.direction, gemm=s.gemm, order=order, shape=shape,
+            id=s.site_id, module=s.module, operand=s.operand, direction=s.direction, gemm=s.gemm, order=order, shape=shape,
             tile=facts.tile, format=facts.format, power_2_scale=facts.power_2_scale, eps=facts.eps,
             recipe=facts.recipe, backend=te.backend, evidence=facts.evidence,
         )  # fmt: skip
@@ -66,7 +73,7 @@ def describe(row: int, s: SlabSite, order: int, rows: SiteRows, te: TeObserver |
     spec = quantizer.spec
     foreign = rows.foreign.get(row - row % len(rows.rows))
     return Site(
-        id=s.site_id, module=s.fqn, operand=s.operand, direction=s.direction, gemm=s.gemm, order=order, shape=shape,
+        id=s.site_id, module=s.module, operand=s.operand, direction=s.direction, gemm=s.gemm, order=order, shape=shape,
         tile=quantizer.tile_for(shape), format=spec.format, power_2_scale=spec.power_2_scale, eps=spec.eps,
         recipe=recipe.site_recipe(s.operand, observe=s.as_it_is) if foreign is None else foreign.site_recipe(recipe, s.operand),
         backend=quantizer.computed_by if foreign is None else foreign.backend,

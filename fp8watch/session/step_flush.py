@@ -266,7 +266,7 @@ class StepFlush:
         else:
             rows = self._rows_here()
         self.registration.see(rows, whole=left.status is not StepStatus.ABORTED)
-        if self.te is not None:  # what a product left at an operand that could not be read: nobody knows its site
+        if not self.registration.known.all():  # nobody knows these sites, and for one of them a collector refuses all
             rows["measured"][~self.registration.known] = 0
         numbers = left.numbers
         if "numbers" in parts:

@@ -2,4 +2,4 @@
 
 from __future__ import annotations
 
-from canary.conftest import no_onednn, train  # noqa: F401 - fixtures
+from canary.conftest import no_onednn, refused_nothing, train  # noqa: F401 - fixtures

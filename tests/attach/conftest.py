@@ -7,6 +7,7 @@ import weakref
 import numpy as np
 import pytest
 import torch
+from support.collector_checks import CollectorChecks, refusals
 from torch import nn
 
 import fp8watch
@@ -14,6 +15,14 @@ import fp8watch.session.start as start_module
 from fp8watch.session import step_boundary
 from fp8watch_agent.health import Health
 from fp8watch_agent.record import StepPresent, is_probe
+
+
+@pytest.fixture(autouse=True)
+def refused_nothing():
+    """Whatever a test of a watch looks at: a collector takes all that it hands over."""
+    refusals()
+    yield
+    assert not refusals()
 
 
 class Kept:
@@ -24,20 +33,25 @@ class Kept:
         self.sites, self.steps, self.maps, self.closed, self.facts = [], [], [], 0, {}
         self.experts = []  # of each step: site -> vector
         self.hurried = []  # number of steps that were not to wait
+        self.collector = CollectorChecks(session)
 
     def register_sites(self, sites):
+        self.collector.sites(sites)
         self.sites += sites
 
     def record_step(self, step, site_ids, rows, logs, batch_id, experts=None):
+        self.collector.step(step, site_ids, rows, logs, batch_id, experts)
         self.steps.append((np.array(step), np.array(site_ids), rows.copy(), dict(logs), batch_id))
         self.experts.append(dict(experts or {}))
 
     def record_more(self, site_ids, rows):
         step, ids, before, *rest = self.steps[-1]
+        self.collector.step(step, site_ids, rows)
         assert not set(ids.tolist()) & set(site_ids.tolist())
         self.steps[-1] = step, np.concatenate([ids, site_ids]), np.concatenate([before, rows]), *rest
 
     def record_tile_maps(self, maps):
+        self.collector.maps(maps)
         self.maps += maps
 
     def hurry(self):
@@ -47,6 +61,7 @@ class Kept:
         return frozenset()
 
     def update_facts(self, facts):
+        self.collector.facts(facts)
         self.facts.update(facts)
 
     def set_gauge(self, name, value):

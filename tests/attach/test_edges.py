@@ -153,6 +153,18 @@ def test_a_tensor_that_holds_its_values_elsewhere_is_observed_as_what_it_holds(a
     assert len(watch._recorder.step(0)[1]) == 2 * 5 - 1  # the first input has no gradient
 
 
+@pytest.mark.parametrize("recipe", ["blockwise", "observe"])
+def test_a_model_that_is_one_linear_has_a_name(attach, recipe):
+    model = nn.Linear(64, 32)
+    watch = attach(model, recipe=recipe)
+    model(torch.randn(8, 64)).square().mean().backward()
+    watch.step()
+    kept = watch._recorder
+    assert {site.module for site in kept.sites} == {"the model"}
+    assert len(kept.steps[0][1]) == len(kept.sites) > 3
+    assert watch.summary()["internal_errors"] == {}
+
+
 def test_a_weight_that_holds_its_values_elsewhere_is_observed_as_what_it_holds(attach):
     x, want = torch.randn(8, 64), nn.Linear(64, 32).requires_grad_(False)
     got = copy.deepcopy(want)

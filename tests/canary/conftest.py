@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import msgspec
-import numpy as np
 import pytest
 import torch
+from attach.conftest import refused_nothing  # noqa: F401 - of whatever a test looks at
 from scaled_mm.strict import scaled_mm as strict
+from support.collector_checks import CollectorChecks
 from torch import nn
 
 import fp8watch
 import fp8watch.session.start as start_module
 from fp8watch.kernels import scaled_mm
 from fp8watch_agent.health import Health
-from fp8watch_agent.wire import Header, decode_batch, encode_batch
 from fp8watch_server.detect.engine import DetectionEngine
 from fp8watch_server.detect.finding import facts_of
-from fp8watch_server.ingest.registration import SiteBody
 
 
 @pytest.fixture(autouse=True)
@@ -34,31 +32,26 @@ class Line:
 
     def __init__(self, settings, session, *_, **__):
         self.sites, self.findings, self.rows, self.facts, self.logs = {}, [], [], {}, []
+        self.collector = CollectorChecks(session)
         self.engine = DetectionEngine({})
         self.spool_dir = settings.spool_dir
 
     def register_sites(self, sites):
-        msgspec.convert(msgspec.to_builtins(list(sites)), list[SiteBody])  # as a collector does
+        self.collector.sites(sites)
         self.sites |= facts_of(sites)
         self.engine.add_sites(self.sites)
 
     def record_step(self, step, site_ids, rows, logs, batch_id, experts=None):
-        unknown = [int(i) for i in site_ids if int(i) not in self.sites]
-        assert not unknown, f"{len(unknown)} sites are not registered: a collector refuses the batch"
-        steps = np.array([step])
-        header = Header(
-            "run", "0" * 32, 0, len(self.rows), int(step["step"]), 1, len(rows), logs={k: [v] for k, v in logs.items()}
-        )
-        body = encode_batch(header, steps, np.full(len(rows), step["step"]), site_ids, rows.copy())
+        batch = self.collector.step(step, site_ids, rows, logs, batch_id, experts)
         self.logs.append(dict(logs))
         self.rows.append({int(i): row for i, row in zip(site_ids, rows.copy(), strict=True)})
-        self.findings += self.engine.observe(decode_batch(body))
+        self.findings += self.engine.observe(batch)
 
     def record_more(self, site_ids, rows):
         raise AssertionError("one rank merges nothing")
 
     def record_tile_maps(self, maps):
-        pass
+        self.collector.maps(maps)
 
     def hurry(self):
         pass
@@ -67,6 +60,7 @@ class Line:
         return frozenset()
 
     def update_facts(self, facts):
+        self.collector.facts(facts)
         self.facts.update(facts)
 
     def set_gauge(self, name, value):

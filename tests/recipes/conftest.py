@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from attach.conftest import attach, mlp, train_fixture
+from attach.conftest import attach, mlp, refused_nothing, train_fixture
 from torch import nn
 
 from fp8watch.recipe.environment import (
@@ -17,7 +17,7 @@ from fp8watch.recipe.environment import (
     POWER_2_VARIABLES,
 )
 
-__all__ = ["attach", "mlp", "train_fixture"]
+__all__ = ["attach", "mlp", "refused_nothing", "train_fixture"]
 
 
 @pytest.fixture(autouse=True)

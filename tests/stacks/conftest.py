@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from attach.conftest import Kept
+from attach.conftest import Kept, refused_nothing  # noqa: F401
 
 import fp8watch.session.start as start_module
 

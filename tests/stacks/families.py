@@ -28,6 +28,7 @@ import torch  # noqa: E402
 from benchmarks.operating_point import refuse_other_settings  # noqa: E402
 from stacks import heads  # noqa: E402
 from stacks.family_models import FAMILIES, Family  # noqa: E402
+from support.collector_checks import CollectorChecks  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
@@ -86,14 +87,20 @@ class Arrived:
         self.elements: dict[int, int] = {}
         self.ever: set[int] = set()  # sites of any step
         self.session, self.steps = __.get("session", _[1] if len(_) > 1 else None), 0
+        self.collector = CollectorChecks(self.session)
 
     def register_sites(self, sites: Any) -> None:
+        self.collector.sites(sites)
         self.sites.update((s.id, s) for s in sites)
 
-    def record_step(self, _header: Any, ids: Any, rows: Any, *_: Any, **__: Any) -> None:
+    def record_step(self, header: Any, ids: Any, rows: Any, *rest: Any, **more: Any) -> None:
+        self.collector.step(header, ids, rows, *rest, **more)
         self.elements = {int(i): int(r["num_elements"]) for i, r in zip(ids, rows, strict=True)}
         self.ever.update(self.elements)
         self.steps += 1
+
+    def update_facts(self, facts: Any) -> None:
+        self.collector.facts(facts)
 
     def wanted_captures(self) -> frozenset[int]:
         return frozenset()

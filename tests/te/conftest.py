@@ -31,4 +31,4 @@ def te(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     forget()
 
 
-from attach.conftest import attach  # noqa: E402, F401 - the fixture: a recorder that keeps what it is handed
+from attach.conftest import attach, refused_nothing  # noqa: E402, F401 - a recorder that keeps what it is handed
