@@ -63,8 +63,11 @@ class Watched:
                 yield p.fqn, own.module, f"{p.path}.", own.tensor(p), 0, p.num_experts
 
     def given(self) -> list[str]:
-        """Names of the GEMMs in high precision whose input is looked at beside their output: heads, Linears, routers."""
-        return [head.fqn for head in self.heads] + [p.fqn for p in self.probed if p.multiplies]
+        """Names of the GEMMs in high precision whose input is looked at beside their output: heads, Linears, routers. The input
+        of a probed module whose operands are measured is one of them."""
+        measured = {fqn for fqn, *_ in self.operands()} | {site.fqn for te in self.te for site in te.sites}
+        probed = (p.fqn for p in self.probed if p.multiplies and p.fqn not in measured)
+        return [*(head.fqn for head in self.heads), *probed]
 
     def only_computing(self) -> list[OwnModule]:
         """Modules with experts that compute in FP8, and no other parameter of them."""
