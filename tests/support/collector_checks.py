@@ -54,6 +54,7 @@ class CollectorChecks:
     def __init__(self, session: Session) -> None:
         self.registration = Registration(session)
         self.known: set[int] = set()
+        self.num_steps = 0
         decode(msgspec.json.encode(session.run_facts()), RunBody)
         self.facts({})
 
@@ -84,11 +85,12 @@ class CollectorChecks:
         self._are_known([*(int(i) for i in site_ids), *(experts or {})])
         assert len({int(i) for i in site_ids}) == len(rows), "one row a site"
         session, at = self.registration.session, int(step["step"])
+        self.num_steps += 1
         header = Header(
             session.run_id,
             session.session,
             session.rank,
-            0,
+            self.num_steps,
             at,
             1,
             len(rows),
