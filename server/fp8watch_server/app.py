@@ -38,8 +38,9 @@ from fp8watch_server.auth.quota import Quotas
 from fp8watch_server.auth.tokens import Auth, Tokens, check_exposure, install_token
 from fp8watch_server.db import migrations
 from fp8watch_server.db.collector_info import PUBLIC_URL, publish
-from fp8watch_server.db.dialect import close, make_engine
+from fp8watch_server.db.dialect import make_engine
 from fp8watch_server.db.directory import open_directory
+from fp8watch_server.db.pools import close
 from fp8watch_server.db.shards import open_shards
 from fp8watch_server.http import errors
 from fp8watch_server.http.db_timeout import DbTimeoutMiddleware

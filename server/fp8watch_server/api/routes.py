@@ -11,20 +11,21 @@ format=csv, and carry an ETag that changes with the data they are made from.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import sqlalchemy as sa
+from anyio import CapacityLimiter, to_thread
 from fastapi import APIRouter, Depends, Query, Request
-from sqlalchemy.engine import Connection
+from sqlalchemy.engine import Connection, Engine
 from starlette.responses import Response
 
 from fp8watch_server.api import csv_answers
 from fp8watch_server.api import examples as examples
 from fp8watch_server.api.examples import answers
 from fp8watch_server.db import schema as t
-from fp8watch_server.http.databases import away_header, connect_everywhere, connect_for, shards_of
+from fp8watch_server.http.databases import away_header, connect_everywhere, connection_in_turn, shards_of
 from fp8watch_server.http.errors import JsonResponse, Problem
 from fp8watch_server.store import checkpoints, etag, queries
 from fp8watch_server.store.over_databases import Page, merged_page
@@ -54,12 +55,7 @@ Severity = Literal["", "info", "warning", "critical"] | None
 MAX_SITE_ID = (1 << 53) - 1
 
 
-def _connection(request: Request) -> Iterator[Connection]:
-    with connect_for(request) as conn:
-        yield conn
-
-
-Conn = Annotated[Connection, Depends(_connection)]
+Conn = Annotated[Connection, Depends(connection_in_turn)]
 
 
 @dataclass(frozen=True)
@@ -389,11 +385,17 @@ async def healthz() -> Response:
 
 
 @health_router.get("/readyz")
-def readyz(request: Request) -> Response:
+async def readyz(request: Request) -> Response:
     """The database answers, and is at the version of this collector; with a queue: that one takes batches."""
     queue_ready = request.app.state.ingest.committer.queue_ready
     if queue_ready is not None:  # batches are taken while the database is away
         return JsonResponse({"status": "ready" if queue_ready else "the queue is away"}, 200 if queue_ready else 503)
-    with connect_for(request) as conn:
+    shards = shards_of(request.app)
+    # neither behind the questions of others nor over their connections: who is not ready is sent no batches
+    await to_thread.run_sync(_ask, shards.home, limiter=CapacityLimiter(1))
+    return JsonResponse({"status": "ready"}, headers=away_header(shards.away))
+
+
+def _ask(engine: Engine) -> None:
+    with engine.connect() as conn:
         conn.execute(sa.select(t.run.c.run_id).limit(1)).first()
-    return JsonResponse({"status": "ready"}, headers=away_header(shards_of(request.app).away))

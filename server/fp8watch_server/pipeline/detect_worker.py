@@ -23,7 +23,7 @@ from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection, Engine
-from sqlalchemy.exc import DataError, DBAPIError, IntegrityError, InterfaceError, OperationalError
+from sqlalchemy.exc import DataError, DBAPIError, IntegrityError, InterfaceError, OperationalError, SQLAlchemyError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
 from fp8watch_agent.wire import Batch, WireError
@@ -204,10 +204,10 @@ class DetectWorker:
                     settled, stride = running.engine.delivered_step, running.engine.stride
                     idle = _Judged(_Idle(engine_restore.newest_attempt(conn, *key)), None, findings, settled, stride)
                     changed = self._write_incidents(conn, key, [idle], running)
-            except DBAPIError as e:
-                if not lost_its_run(e) and not isinstance(e, DataError):
+            except SQLAlchemyError as e:
+                self._engines.drop(key)  # it says what it has found once
+                if not isinstance(e, DBAPIError) or (not lost_its_run(e) and not isinstance(e, DataError)):
                     raise
-                self._engines.drop(key)
                 continue
             if changed:
                 self._on_change()
@@ -220,6 +220,7 @@ class DetectWorker:
             num, judged = self._judge(key, rows, give_way)
             changed = self._commit(key, judged)
         except (OperationalError, InterfaceError, PoolTimeoutError):
+            self._engines.drop(key)  # it may have seen uncommitted batches
             raise  # a database problem: retried later
         except Overtaken:
             log.warning("another collector looks at run %r as well; beginning again", key[0])
