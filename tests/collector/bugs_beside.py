@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from support.planted import Bug
 
+A = "tests/collector/test_attempts.py"
 R = "tests/collector/test_readers_beside.py"
 
 BESIDE = [
@@ -41,5 +42,33 @@ BESIDE = [
         "            self._engines.drop(key)  # it may have seen uncommitted batches\n",
         "",
         f"{R}::test_what_was_seen_and_not_committed_is_seen_once_by_the_engine_that_goes_on",
+    ),
+    Bug(
+        "a rank that missed a start is with the others in the next",
+        "store.registrations:_begun_with",
+        "return int(found or of_all)",
+        "return after + 1",
+        f"{A}::test_ranks_that_were_not_in_a_smaller_start_are_with_the_others_in_the_next",
+    ),
+    Bug(
+        "what is told of later is in the attempt that it began with",
+        "store.registrations:_begun_with",
+        "found = of_all if of_all == after + 1 else",
+        "found = of_all if True else",
+        f"{A}::test_sessions_that_are_told_of_later_are_in_the_attempt_that_they_began_with",
+    ),
+    Bug(
+        "an attempt that is over takes in nobody",
+        "store.registrations:_begun_with",
+        "        return of_all + 1\n",
+        "        return of_all\n",
+        f"{A}::test_a_rank_that_comes_first_after_a_long_silence_begins_an_attempt",
+    ),
+    Bug(
+        "clocks that differ tear no start apart",
+        "store.registrations:_begun_with",
+        "s.last_seen_at >= now - OVER_AFTER_S, s.started_at >= started_at - OVER_AFTER_S",
+        "s.last_seen_at >= started_at - OVER_AFTER_S",
+        f"{A}::test_clocks_that_are_hours_ahead_of_the_collectors_tear_no_start_apart",
     ),
 ]
