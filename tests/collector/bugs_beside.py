@@ -5,6 +5,8 @@ from __future__ import annotations
 from support.planted import Bug
 
 A = "tests/collector/test_attempts.py"
+M = "tests/incidents/test_many_resolved.py"
+P = "tests/collector/test_people_beside.py"
 R = "tests/collector/test_readers_beside.py"
 
 BESIDE = [
@@ -70,5 +72,26 @@ BESIDE = [
         "s.last_seen_at >= now - OVER_AFTER_S, s.started_at >= started_at - OVER_AFTER_S",
         "s.last_seen_at >= started_at - OVER_AFTER_S",
         f"{A}::test_clocks_that_are_hours_ahead_of_the_collectors_tear_no_start_apart",
+    ),
+    Bug(
+        "an action on a cause holds one incident at a time",
+        "api.incident_actions:_change_in",
+        "    num_changed = 0\n    for incident_id in asking:\n        with writing(engine) as conn:\n            row =",
+        "    num_changed = 0\n    with writing(engine) as conn:\n        for incident_id in sorted(r.id for r in rows):\n            row =",
+        f"{P}::test_neither_waits_for_the_other_with_what_the_other_wants_in_hand",
+    ),
+    Bug(
+        "of what is over the incidents near a finding are loaded",
+        "incidents.stored:resolved_near",
+        "of_mode, *near)",
+        "of_mode)",
+        f"{M}::test_a_new_failure_asks_as_much_of_the_database_after_many_as_after_one",
+    ),
+    Bug(
+        "a finding that comes late joins what is over and near",
+        "incidents.stored:resolved_near",
+        "t.last_step >= min(steps) - window",
+        "t.last_step >= max(steps) + window",
+        f"{M}::test_a_new_failure_asks_as_much_of_the_database_after_many_as_after_one",
     ),
 ]
