@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from support.planted import Bug
 
+CLOCKS = "tests/collector/test_many_runs.py::test_clocks_go_on_where_more_waits_than_a_round_takes"
 A = "tests/collector/test_attempts.py"
 M = "tests/incidents/test_many_resolved.py"
 P = "tests/collector/test_people_beside.py"
@@ -93,5 +94,19 @@ BESIDE = [
         "t.last_step >= min(steps) - window",
         "t.last_step >= max(steps) + window",
         f"{M}::test_a_new_failure_asks_as_much_of_the_database_after_many_as_after_one",
+    ),
+    Bug(
+        "clocks of runs go on however much of others waits",
+        "detect_worker:DetectWorker._work",
+        "if not taken or time.monotonic() - self._ticked_at",
+        "if not taken or taken < BATCHES_AT_ONCE and time.monotonic() - self._ticked_at",
+        f"{CLOCKS}_but_not_of_runs_whose_batches_wait",
+    ),
+    Bug(
+        "no rank is late whose batch waits",
+        "detect_worker:DetectWorker._work",
+        "{*self._taken_to, *self._waiting()}",
+        "self._taken_to",
+        f"{CLOCKS}_but_not_of_runs_whose_batches_wait",
     ),
 ]

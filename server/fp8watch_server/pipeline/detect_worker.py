@@ -39,7 +39,7 @@ from fp8watch_server.pipeline.detection import Detection as Detection
 from fp8watch_server.pipeline.priority import PriorityLane, Run
 from fp8watch_server.pipeline.run_engines import RunEngines, Running
 from fp8watch_server.store import hot_batches
-from fp8watch_server.store.pending import BATCHES_AT_ONCE, Overtaken, mark, pending, urgent_runs
+from fp8watch_server.store.pending import BATCHES_AT_ONCE, Overtaken, mark, pending, urgent_runs, waiting_runs
 from fp8watch_server.store.totals import add_totals
 
 log = logging.getLogger("fp8watch.detect")
@@ -127,13 +127,18 @@ class DetectWorker:
         began = time.monotonic()
         self._planner.renew()
         taken = self.drain()
+        if not taken or time.monotonic() - self._ticked_at >= IDLE_S:
+            self.tick(but={*self._taken_to, *self._waiting()})
         if taken >= BATCHES_AT_ONCE:
             return Pause(0.0, wakes=False)
-        if not taken or time.monotonic() - self._ticked_at >= IDLE_S:
-            self.tick(but=self._taken_to)
         if taken:
             return Pause(min(MAX_PACE_S, max(PACE_S, REST_SHARE * (time.monotonic() - began))), wakes=False)
         return Pause(IDLE_S)
+
+    def _waiting(self) -> Collection[Run]:
+        """Runs of which batches wait: by their clocks those would be late that are here."""
+        with self._db.connect() as conn:
+            return waiting_runs(conn)
 
     def _forget(self) -> None:
         self._engines.clear()
@@ -191,7 +196,7 @@ class DetectWorker:
         return num
 
     def tick(self, but: Collection[Run] = ()) -> None:
-        """Advance the clocks of all engines, but of the runs whose batches have just come."""
+        """Advance the clocks of all engines, but of runs whose batches have just come, or wait."""
         self._ticked_at = time.monotonic()
         for key, running in self._engines.items():
             if key in but:
