@@ -6,6 +6,7 @@ from support.planted import Bug
 
 CLOCKS = "tests/collector/test_many_runs.py::test_clocks_go_on_where_more_waits_than_a_round_takes"
 A = "tests/collector/test_attempts.py"
+G = "tests/store/test_migrations_beside.py"
 M = "tests/incidents/test_many_resolved.py"
 P = "tests/collector/test_people_beside.py"
 R = "tests/collector/test_readers_beside.py"
@@ -108,5 +109,26 @@ BESIDE = [
         "{*self._taken_to, *self._waiting()}",
         "self._taken_to",
         f"{CLOCKS}_but_not_of_runs_whose_batches_wait",
+    ),
+    Bug(
+        "one collector migrates at a time",
+        "db.migrations:_upgrade",
+        "conn.execute(sa.select(sa.func.pg_advisory_xact_lock(_LOCK)))",
+        "pass",
+        f"{G}::test_collectors_that_start_together_on_an_empty_database_all_start",
+    ),
+    Bug(
+        "a migration that waits for a table lets others through",
+        "db.migrations:_upgrade",
+        "SET LOCAL lock_timeout = {LOCK_MS}",
+        "SET LOCAL lock_timeout = {0 * LOCK_MS}",
+        f"{G}::test_who_asks_a_table_does_not_wait_behind_a_migration_that_waits_for_it",
+    ),
+    Bug(
+        "a migration is begun again while a table is in use",
+        "db.migrations:upgrade",
+        "time.monotonic() > until:",
+        "True:",
+        f"{G}::test_who_asks_a_table_does_not_wait_behind_a_migration_that_waits_for_it",
     ),
 ]
