@@ -30,6 +30,7 @@ from fp8watch_server.api import (
     fix_files,
     flight,
     incident_actions,
+    readiness,
     run_actions,
     two_runs,
 )
@@ -196,7 +197,7 @@ def create_app(
     app.include_router(delivery_log.router)
     app.include_router(two_runs.router)
     app.include_router(api.router)
-    app.include_router(api.health_router)
+    app.include_router(readiness.router)
     app.add_api_route("/metrics", _metrics, methods=["GET"], tags=["operations"])
     app.add_middleware(IngestFastPath)
     app.add_middleware(PlainAddress)

@@ -16,23 +16,21 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import sqlalchemy as sa
-from anyio import CapacityLimiter, to_thread
 from fastapi import APIRouter, Depends, Query, Request
-from sqlalchemy.engine import Connection, Engine
+from sqlalchemy.engine import Connection
 from starlette.responses import Response
 
 from fp8watch_server.api import csv_answers
 from fp8watch_server.api import examples as examples
 from fp8watch_server.api.examples import answers
 from fp8watch_server.db import schema as t
-from fp8watch_server.http.databases import away_header, connect_everywhere, connection_in_turn, shards_of
+from fp8watch_server.http.databases import away_header, connect_everywhere, connection_in_turn
 from fp8watch_server.http.errors import JsonResponse, Problem
 from fp8watch_server.store import checkpoints, etag, queries
 from fp8watch_server.store.over_databases import Page, merged_page
 from fp8watch_server.store.rows import IncidentRow, RunRow
 
 router = APIRouter(prefix="/api/v1", tags=["query"])
-health_router = APIRouter(tags=["operations"])
 
 Step = Annotated[int | None, Query(ge=0, le=queries.MAX_STEP)]
 FromStep = Annotated[int | None, Query(alias="from", ge=0, le=queries.MAX_STEP)]
@@ -376,26 +374,3 @@ def get_run(conn: Conn, run_id: str) -> Response:
     if found is None:
         raise not_found("run", run_id)
     return JsonResponse(found)
-
-
-@health_router.get("/healthz")
-async def healthz() -> Response:
-    """The process answers."""
-    return JsonResponse({"status": "ok"})
-
-
-@health_router.get("/readyz")
-async def readyz(request: Request) -> Response:
-    """The database answers, and is at the version of this collector; with a queue: that one takes batches."""
-    queue_ready = request.app.state.ingest.committer.queue_ready
-    if queue_ready is not None:  # batches are taken while the database is away
-        return JsonResponse({"status": "ready" if queue_ready else "the queue is away"}, 200 if queue_ready else 503)
-    shards = shards_of(request.app)
-    # neither behind the questions of others nor over their connections: who is not ready is sent no batches
-    await to_thread.run_sync(_ask, shards.home, limiter=CapacityLimiter(1))
-    return JsonResponse({"status": "ready"}, headers=away_header(shards.away))
-
-
-def _ask(engine: Engine) -> None:
-    with engine.connect() as conn:
-        conn.execute(sa.select(t.run.c.run_id).limit(1)).first()

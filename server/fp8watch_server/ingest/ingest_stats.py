@@ -18,7 +18,16 @@ from fp8watch_server.http.errors import Problem
 COMMIT_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 
 
-OUTCOMES = ("accepted", "refused", "conflict", "forbidden", "too_large", "unregistered", "overload", "quota")
+OUTCOMES: tuple[str, ...] = (
+    "accepted",
+    "refused",
+    "conflict",
+    "forbidden",
+    "too_large",
+    "unregistered",
+    "overload",
+    "quota",
+)
 OUTCOMES += ("cut_short", "unavailable", "failed")
 _OF_STATUS = {
     **dict.fromkeys((400, 415, 422), "refused"),
