@@ -11,7 +11,8 @@ import sqlalchemy as sa
 from pages.collector import make_app, serving
 from support.database import KINDS, fresh_database
 
-from fp8watch_server.db import dialect
+from fp8watch_server.db.dialect import make_engine
+from fp8watch_server.db.pools import close
 
 HELD_S = 0.6
 
@@ -40,10 +41,10 @@ def test_a_query_that_outlives_its_client_leaves_no_connection_open(kind: str, t
 
 
 def test_one_that_never_answers_is_not_waited_for(tmp_path: Path) -> None:
-    engine = dialect.make_engine(f"sqlite:///{tmp_path / 'a.db'}")
+    engine = make_engine(f"sqlite:///{tmp_path / 'a.db'}")
     with engine.connect() as conn:
         conn.execute(sa.text("SELECT 1"))
         began = time.monotonic()
-        dialect.close(engine, within_s=0.1)
+        close(engine, within_s=0.1)
         assert 0.1 <= time.monotonic() - began < 2
-    dialect.close(engine)
+    close(engine)
