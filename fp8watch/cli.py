@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import traceback
 from importlib.metadata import EntryPoint, entry_points
 
 GROUP = "fp8watch.commands"
@@ -41,6 +42,10 @@ HELP = {
 }
 NEED_NOTHING = ("runs", "incidents", "show", "top", "compare", "report")
 
+RUN_THEIR_CODE = ("diagnose", "calibrate")
+"""Commands that call functions of a training script, which may lack modules of its own."""
+OURS = ("fp8watch", "fp8watch_agent", "fp8watch_server")
+
 
 def _commands() -> dict[str, EntryPoint]:
     return {e.name: e for e in entry_points(group=GROUP)}
@@ -50,6 +55,13 @@ def _usage(commands: dict[str, EntryPoint]) -> str:
     width = max((len(name) for name in commands), default=0)
     lines = [f"  {name:<{width}}  {HELP.get(name, '')}".rstrip() for name in sorted(commands)]
     return "\n".join(["usage: fp8watch COMMAND [OPTIONS]", "", *lines, "", "fp8watch COMMAND --help describes one"])
+
+
+def _importer(missing: ModuleNotFoundError) -> str:
+    """The package whose code asked for a module."""
+    frames = [frame for frame, _ in traceback.walk_tb(missing.__traceback__)]
+    names = [str(frame.f_globals.get("__name__", "")).partition(".")[0] for frame in frames]
+    return next((name for name in reversed(names) if name != "importlib"), "")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -79,6 +91,8 @@ def main(argv: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what Python still writes at its end
         return 128 + signal.SIGPIPE
     except ModuleNotFoundError as e:
+        if args[0] in RUN_THEIR_CODE and _importer(e) not in OURS:
+            raise
         own = {
             "demo": "[demo]",
             "grafana": "[grafana]",

@@ -129,6 +129,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             Path(args.output).write_text(text, encoding="utf-8")
         else:
             sys.stdout.write(text)
+    except BrokenPipeError:
+        raise  # the reader has what it wanted, which fp8watch.cli knows
     except (ValueError, OSError) as e:
         sys.stderr.write(f"fp8watch fix: {e}\n")
         return 2

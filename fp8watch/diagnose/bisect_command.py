@@ -47,16 +47,21 @@ def run(args: argparse.Namespace) -> int:
     except (ValueError, TypeError, OSError, TrialError) as e:
         return _told(args, e)
     status = 0 if found.verdict == "fp8" else 1
+    gone: BrokenPipeError | None = None
     try:
         answer(args, str(found), found.as_json(), found.as_svg())
         sys.stdout.flush()
-    except OSError as e:  # it is sent all the same
+    except BrokenPipeError as e:  # it is sent all the same
+        gone = e
+    except OSError as e:
         status = _told(args, e)
     if args.incident:
         try:
             found.send(args.incident)
         except (ValueError, OSError) as e:
             status = _told(args, e)
+    if gone is not None:
+        raise gone
     return status
 
 

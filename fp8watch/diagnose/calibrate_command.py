@@ -47,6 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stdout.write(
                 f"{found}\nwritten to {args.output}: fp8watch.attach(model, recipe={str(args.output)!r})\n"
             )
+    except BrokenPipeError:
+        raise  # the reader has what it wanted, which fp8watch.cli knows
     except (TypeError, ValueError, OSError) as e:
         if args.traceback:
             raise

@@ -43,6 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         check_files(args)
         return int(SUBCOMMANDS[args.subcommand].run(args))
+    except BrokenPipeError:
+        raise  # the reader has what it wanted, which fp8watch.cli knows
     except (TypeError, ValueError, OSError) as e:
         if args.traceback:
             raise

@@ -10,6 +10,7 @@ import json
 import os
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
@@ -19,7 +20,7 @@ import urllib3
 from fp8watch.diagnose.impact_tables import columns, number
 from fp8watch.diagnose.verdict import as_plain
 from fp8watch_agent.depth_what_if import FORMATS, SketchCost, sketch_costs
-from fp8watch_agent.settings import ADDRESS
+from fp8watch_agent.settings import ADDRESS, read_token_file
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ def stored_what_if(
     Args:
         run: id of the run.
         collector: URL; None: FP8WATCH_COLLECTOR.
-        token: with scope read; None: FP8WATCH_TOKEN.
+        token: with scope read; None: FP8WATCH_TOKEN, or what is in FP8WATCH_TOKEN_FILE.
         only: shell patterns of module names.
         from_step: the first step that counts; None: all that are kept.
         to_step: the last.
@@ -98,7 +99,8 @@ def stored_what_if(
         raise ValueError("no collector: give --collector http://…:8420, or set FP8WATCH_COLLECTOR")
     if not url.startswith(("http://", "https://")):
         raise ValueError(f"collector={url!r}: must be an http:// or https:// URL with a host; {ADDRESS}")
-    secret = token or os.environ.get("FP8WATCH_TOKEN")
+    file = os.environ.get("FP8WATCH_TOKEN_FILE")
+    secret = token or os.environ.get("FP8WATCH_TOKEN") or (read_token_file(Path(file)) if file else None)
     headers = {"Authorization": f"Bearer {secret}"} if secret else {}
     base = f"{url.rstrip('/')}/api/v1/runs/{quote(run, safe='')}"
     window = "".join(f"&{k}={v}" for k, v in (("from", from_step), ("to", to_step)) if v is not None)

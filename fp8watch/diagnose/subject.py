@@ -86,6 +86,9 @@ def checked_loss(loss: Any) -> Tensor:
     return loss
 
 
+OF_THEIRS = "install what your own code needs, or set PYTHONPATH; --traceback shows where it is asked for"
+
+
 def load_subject(name: str) -> Subject:
     """Import and call a function "module:function"; the working directory is searched, too.
 
@@ -102,7 +105,7 @@ def load_subject(name: str) -> Subject:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as e:
         if e.name is None or not (module_name == e.name or module_name.startswith(f"{e.name}.")):
-            raise
+            raise ValueError(f"{name!r}: {module_name} cannot be imported: {e}; {OF_THEIRS}") from e
         raise ValueError(
             f"{name!r}: there is no module {module_name}; run from the folder that holds it, or set PYTHONPATH"
         ) from None
@@ -112,7 +115,11 @@ def load_subject(name: str) -> Subject:
         raise ValueError(
             f"{name!r}: {module_name} has no function {function_name}; it has {', '.join(known) or 'none'}"
         )
-    return as_subject(function(), name)
+    try:
+        made = function()
+    except ModuleNotFoundError as e:
+        raise ValueError(f"{name!r}: {function_name} failed: {e}; {OF_THEIRS}") from e
+    return as_subject(made, name)
 
 
 def as_subject(made: Any, name: str) -> Subject:

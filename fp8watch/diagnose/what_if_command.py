@@ -13,6 +13,8 @@ from fp8watch.diagnose.subject import load_subject
 from fp8watch.diagnose.subject_arguments import add_answers, add_subject, answer, filter_of
 from fp8watch.diagnose.what_if import what_if
 
+OF_A_MODEL = ("backend", "format", "history", "summary", "svg")
+OF_A_RUN = ("collector", "steps")
 HELP = "what other formats would do to each operand, and to the loss"
 
 
@@ -30,7 +32,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--summary", action="store_true", help="formats only, not layer by layer")
     parser.add_argument("--run", help="id of a run: judge its stored sketches instead of a model")
     parser.add_argument(
-        "--collector", help="with --run: its URL; else FP8WATCH_COLLECTOR. FP8WATCH_TOKEN is a token to read with"
+        "--collector",
+        help="with --run: its URL; else FP8WATCH_COLLECTOR. FP8WATCH_TOKEN is a token to read with, FP8WATCH_TOKEN_FILE a file of it",
     )
     parser.add_argument("--steps", metavar="FROM:TO", type=_steps, help="with --run: first and last step that count")
     add_answers(parser)
@@ -44,12 +47,23 @@ def _steps(text: str) -> tuple[int | None, int | None]:
         raise argparse.ArgumentTypeError(f"{text!r}: must be FROM:TO, such as 1000:2000") from None
 
 
+def _check_meant(args: argparse.Namespace) -> None:
+    """Options of the other of the two questions are refused."""
+    others, of = (OF_A_MODEL, "with") if args.run is not None else (OF_A_RUN, "without")
+    given = [f"--{name}" for name in others if getattr(args, name)]
+    if given:
+        raise ValueError(
+            f"{', '.join(given)}: {'has' if len(given) == 1 else 'have'} no meaning {of} --run; leave out what is not meant"
+        )
+
+
 def run(args: argparse.Namespace) -> int:
     """Print the tables."""
     if (args.subject is None) == (args.run is None):
         raise ValueError(
             "give MODULE:FUNCTION to try formats on a model, or --run to judge the stored sketches of a run"
         )
+    _check_meant(args)
     if args.run is not None:
         from_step, to_step = args.steps or (None, None)
         stored = stored_what_if(args.run, args.collector, only=args.only, from_step=from_step, to_step=to_step)

@@ -24,10 +24,10 @@ from fp8watch.selection.computed_weights import ComputedWeight, flops_besides
 from fp8watch.selection.own_parameters import LEARNED_ARRAYS, NO_GEMM, OwnModule
 from fp8watch.selection.tied_heads import TiedHead
 from fp8watch.selection.wrappers import shows_anothers_weight
+from fp8watch_agent.fact_lists import joined
 from fp8watch_agent.roles import EMBEDDING, OUTPUT_HEAD, ROUTER, pattern, role_of
 
 NAMED_ON_LINE = 4
-MAX_FACT_CHARS = 2000
 MUCH = 0.1
 """Of the GEMM FLOPs: a parameter that would be as many is not passed over for its name."""
 _LOOKED_UP = re.compile(r"embed|(?:cls|class|mask|register|dist\w*)_tokens?$", re.IGNORECASE)
@@ -115,10 +115,10 @@ class Coverage:
             return {}
         facts: dict[str, str | float] = {
             "gemm_flops_observed": round(self.observed, 4),
-            "not_taken": _joined(map(str, self.not_taken)),
+            "not_taken": joined(map(str, self.not_taken)),
         }
         if self.not_counted:
-            facts["not_counted"] = _joined(self.not_counted_names())
+            facts["not_counted"] = joined(self.not_counted_names())
         return facts
 
 
@@ -127,16 +127,6 @@ def _shared(names: Sequence[str]) -> str:
     parts = [name.split(".") for name in names]
     same = next((n for n, of in enumerate(zip(*parts, strict=False)) if len(set(of)) > 1), min(map(len, parts)))
     return ".".join(parts[0][:same]) or names[0]
-
-
-def _joined(items: Iterable[str]) -> str:
-    """As many as fit into a fact, each of them whole."""
-    out = ""
-    for item in items:
-        if len(out) + len(item) > MAX_FACT_CHARS:
-            break
-        out += f"{'; ' if out else ''}{item}"
-    return out
 
 
 def percent(share: float) -> str:

@@ -24,6 +24,7 @@ from fp8watch.session.attachment import Attachment
 from fp8watch.session.gradients_given import GradientsGiven
 from fp8watch.session.site_placement import elsewhere
 from fp8watch.session.sites import and_more, silent_modules
+from fp8watch_agent.fact_lists import MAX_FACT_CHARS, joined
 from fp8watch_agent.roles import pattern
 
 ALARM_SHARE = 0.1
@@ -33,7 +34,6 @@ ALARM_AFTER_STEPS = 48
 """Steps in which a module that was announced has time to be called, in one in which its sites have their turn."""
 
 MAX_NAMED = 5
-MAX_FACT_CHARS = 2000
 NOT_SEEN = "not called in eager code: inside torch.compile products with own parameters are not seen"
 NO_BACKWARD = (
     "its forward is observed; the product is inside a function whose backward is its own, so gradients are not"
@@ -61,7 +61,7 @@ class Silence:
         self._told: dict[str, str | float] = {
             "not_called": "", "silent": "", "silent_share": "", "blind": "", "not_in_fp8": "",
             "gemm_flops_observed": round(attachment.coverage.observed or 0.0, 4),
-            "not_counted": _joined(attachment.coverage.not_counted_names()),
+            "not_counted": joined(attachment.coverage.not_counted_names()),
         }  # fmt: skip
 
     def ask(self, arrived: Set[int], unobserved: Set[int], num_steps: int = 1) -> tuple[str, Mapping[str, str | float]]:
@@ -95,10 +95,10 @@ class Silence:
         for_good = num_steps >= ALARM_AFTER_STEPS or counted.silent(reasons) > ALARM_SHARE * announced
         for_good |= bool(self._told["blind"])  # until it is seen, whatever is known of why
         facts: dict[str, str | float] = {
-            "not_called": _joined(idle), "silent": _joined(unseen), "silent_share": loud,
-            "blind": _blind(loud, unseen, idle) if loud and for_good else "", "not_in_fp8": _joined(high),
+            "not_called": joined(idle), "silent": joined(unseen), "silent_share": loud,
+            "blind": _blind(loud, unseen, idle) if loud and for_good else "", "not_in_fp8": joined(high),
             "gemm_flops_observed": round(max(0.0, announced - share), 4),
-            "not_counted": _joined([*covered.not_counted_names(), *(f"{name} ({why})" for name, why in _by_layers(arrays))]),
+            "not_counted": joined([*covered.not_counted_names(), *(f"{name} ({why})" for name, why in _by_layers(arrays))]),
         }  # fmt: skip
         changed = {name: value for name, value in facts.items() if value != self._told[name]}
         self._told = facts
@@ -218,13 +218,3 @@ def _by_layers(reasons: Mapping[str, str]) -> list[tuple[str, str]]:
 
 def _some(items: Sequence[str]) -> str:
     return ", ".join(items[:MAX_NAMED]) + and_more(len(items) - MAX_NAMED)
-
-
-def _joined(items: Sequence[str]) -> str:
-    """As many as fit into a fact, each of them whole."""
-    out = ""
-    for item in items:
-        if len(out) + len(item) + 2 > MAX_FACT_CHARS:
-            break
-        out += f"{'; ' if out else ''}{item}"
-    return out

@@ -21,6 +21,7 @@ from fp8watch.recipe import Recipe
 from fp8watch.selection.module_filter import LeftOut
 from fp8watch.session.identity import Identity
 from fp8watch.session.mesh import mesh_coordinates
+from fp8watch_agent.fact_lists import joined
 from fp8watch_agent.guard import Guard
 from fp8watch_agent.recorder import Recorder
 from fp8watch_agent.session import Session
@@ -51,7 +52,7 @@ def start_recorder(
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
     if restarts.isascii() and restarts.isdigit():
         facts["restart_count"] = int(restarts)  # of the launcher: the same on all ranks
-    facts["left_out"] = "; ".join(f"{m.fqn or 'the model'} ({m.reason})" for m in left_out)[:2000]
+    facts["left_out"] = joined(f"{m.fqn or 'the model'} ({m.reason})" for m in left_out)
     versions = {"fp8watch": __version__, "torch": str(torch.__version__), "python": platform.python_version()}
     return Recorder(
         settings,

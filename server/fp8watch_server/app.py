@@ -77,6 +77,9 @@ def _detection(settings: Settings) -> Detection:
     def make_engine(facts: Mapping[int, Any], run_id: str, run_name: str) -> DetectEngine:
         return DetectEngine(facts, rules.thresholds_for(run_id, run_name))
 
+    def load_engine(saved: bytes, facts: Mapping[int, Any], run_id: str, run_name: str) -> DetectEngine:
+        return DetectEngine.load(saved, facts, rules.thresholds_for(run_id, run_name))
+
     return Detection(
         make_facts=facts_of,
         make_engine=make_engine,
@@ -84,7 +87,7 @@ def _detection(settings: Settings) -> Detection:
         close_quiet=close_quiet,
         queue_resolved=write_resolved,
         make_sessions=sessions_of,
-        load_engine=getattr(DetectEngine, "load", None),
+        load_engine=load_engine,
     )
 
 

@@ -42,7 +42,7 @@ EXPERT_BUGS = [
         _STAYS),
     Bug("a warm-up of experts is in high precision", "own_gemms:GemmMode._in_fp8", "if plan is not None and plan.step.warming:",
         "if False:", f"{_P}test_a_warm_up_is_in_high_precision"),
-    Bug("what stays in high precision unannounced is told", "silent_sites:Silence.ask", '"not_in_fp8": _joined(high)', '"not_in_fp8": ""',
+    Bug("what stays in high precision unannounced is told", "silent_sites:Silence.ask", '"not_in_fp8": joined(high)', '"not_in_fp8": ""',
         f"{_P}test_a_product_that_stays_in_high_precision_all_the_same_is_told"),
     Bug("experts that compute are not taken for Linears that are gone", "replaced_modules:ReplacedModules.look",
         "if not table[row].is_own]", "if not table[row].as_it_is]", f"{_P}test_training_in_fp8_holds"),

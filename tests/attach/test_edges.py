@@ -15,6 +15,7 @@ from fp8watch.kernels import cpu
 from fp8watch.layers import custom_ops
 from fp8watch.layers.fp8_linear import SITE_KEY
 from fp8watch.session.watch import Watch
+from fp8watch_agent.fact_lists import without_number
 
 
 def chain(inplace=False):
@@ -319,3 +320,14 @@ def test_what_has_no_name_is_the_model(attach, capsys):
     watch = attach(CopiesItself(), recipe="observe")
     assert "left out: the model (copies itself in its own way)" in capsys.readouterr().err
     assert watch._recorder.session.facts["left_out"] == "the model (copies itself in its own way)"
+
+
+def test_what_is_left_out_is_named_whole_or_counted(attach):
+    heads = nn.ModuleDict({f"attention_of_layer_{i}": nn.Linear(16, 16) for i in range(96)})
+    model = nn.Sequential(nn.Linear(64, 64), heads)
+    watch = attach(model, filter_fn=lambda module, fqn: fqn == "0")
+    named, more = without_number(watch._recorder.session.facts["left_out"])
+    items = named.split("; ")
+    assert more > 0
+    assert len(items) + more == 96
+    assert {item.partition(" ")[2] for item in items} == {items[0].partition(" ")[2]}

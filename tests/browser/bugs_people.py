@@ -18,6 +18,27 @@ BUGS = [
         f"{T}/test_lists_say_what_they_leave_out.py::test_lists_of_modules_and_incidents_say_how_many_are_not_shown",
     ),
     Bug(
+        "what a fact says there is more of is counted",
+        "pages.coverage:coverage",
+        '{name: without_number(str(facts.get(name) or ""))[1] for',
+        "{name: 0 for",
+        f"{T}/test_lists_say_what_they_leave_out.py::test_lists_of_modules_and_incidents_say_how_many_are_not_shown",
+    ),
+    Bug(
+        "that there is more of it is no module",
+        "pages.coverage:coverage",
+        'without_number(str(facts.get("not_called") or ""))[0]',
+        'str(facts.get("not_called") or "")',
+        f"{T}/test_lists_say_what_they_leave_out.py::test_lists_of_modules_and_incidents_say_how_many_are_not_shown",
+    ),
+    Bug(
+        "what says how many more there are goes on no further",
+        "pages.coverage:goes_on",
+        " and not without_number(text)[1]",
+        "",
+        f"{T}/test_lists_say_what_they_leave_out.py::test_a_fact_without_room_for_one_more_of_its_items_may_go_on",
+    ),
+    Bug(
         "a report counts all that a fact names",
         "pages.coverage:coverage",
         "{name: left_out(facts.get(name)) for name in NAMED}",

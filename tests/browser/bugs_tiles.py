@@ -8,8 +8,45 @@ P = "server/fp8watch_server/pages"
 J = f"{P}/static"
 B = "tests/browser"
 T = "tests/pages"
+DONE_AGAIN = f"{T}/test_done_again.py::test_the_panel_of_tiles_asks_for_the_map_of_its_own_attempt"
+OF_ONE_ATTEMPT = f"{B}/test_tile_map_steps.py::test_a_map_of_one_attempt_asks_for_that_attempt_at_each_step"
 
 BUGS = [
+    Bug(
+        "the panel of an incident shows the map of its attempt",
+        "pages.routes:incident_page",
+        'incident["attempt"] if run["attempt"] > 1 else None',
+        "None",
+        DONE_AGAIN,
+    ),
+    Bug(
+        "a map is of the attempt that is asked for",
+        "store.tile_maps:tile_map",
+        "kept_map(conn, run_id, site, step, rank, attempt)",
+        "kept_map(conn, run_id, site, step, rank)",
+        DONE_AGAIN,
+    ),
+    Bug(
+        "the page of a map shows that of the attempt",
+        "pages.routes:tile_map_page",
+        'found["id"], step, rank, attempt)',
+        'found["id"], step, rank)',
+        DONE_AGAIN,
+    ),
+    Bug(
+        "a map of one attempt asks for that attempt",
+        f"{J}/tile_map.js",
+        "row, attempt: this.attempt })",
+        "row })",
+        OF_ONE_ATTEMPT,
+    ),
+    Bug(
+        "the tiles under a map are of its attempt",
+        f"{J}/tile_map.js",
+        '${this.attempt ? `&attempt=${this.attempt}` : ""}`, {',
+        "`, {",
+        OF_ONE_ATTEMPT,
+    ),
     Bug(
         "the part of a map that is given holds its worst tile",
         "tile_maps:_window",

@@ -149,3 +149,17 @@ def test_the_list_of_tiles_is_of_the_step_that_is_shown_however_early_it_moves(
         f"The tiles of step {FAULT_STEP} could not be listed (503)."
     )
     tab.close()
+
+
+def test_a_map_of_one_attempt_asks_for_that_attempt_at_each_step(page: Page, collector: Collector) -> None:
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    page.goto(collector.url(f"{SITE}/tile-map?step={FAULT_STEP + 3}&attempt=1"))
+    until(page, f"{LOADED} === '{FAULT_STEP + 3}'")
+    page.get_by_role("button", name="One step back").click()
+    until(page, f"{LOADED} === '{FAULT_STEP + 2}'")
+    until(page, f"document.querySelector('[data-map-step]').textContent === '{FAULT_STEP + 2}'")
+    maps = [url for url in asked if "/tile-map?" in url]
+    assert {"/api/" in url for url in maps} == {True, False}
+    assert [url for url in maps if "attempt=1" not in url] == []
+    assert page.url.endswith(f"step={FAULT_STEP + 2}&attempt=1")

@@ -23,6 +23,7 @@ from collector.nursery import Child, nursery
 from fp8watch_agent.record import STEP, Measured, Site, StepPresent, TileMap, empty_rows, site_id
 from fp8watch_agent.wire import BATCH_CONTENT_TYPE, TILE_MAPS_CONTENT_TYPE, Header, encode_batch, encode_tile_maps
 from fp8watch_server.cli import listen
+from fp8watch_server.detect.thresholds import DEFAULTS
 from fp8watch_server.http.connections import LIMITS, ConnectionLimits
 from fp8watch_server.http.server import Server
 from fp8watch_server.pipeline.detect_worker import Detection
@@ -56,6 +57,7 @@ class FakeEngine:
         self.seen: list[tuple[str, int]] = []
         self.delivered_step: int | None = None
         self.stride = 1
+        self.thresholds = DEFAULTS
 
     def add_sites(self, sites: Any) -> None:
         self.sites.update(sites)

@@ -77,7 +77,7 @@ def test_an_engine_that_leaves_memory_is_saved(client: Any, app: Any, monkeypatc
     Saved.observed.clear()
     detection = Recorder().detection()
 
-    def load(state: bytes, sites: Any) -> Saved:
+    def load(state: bytes, sites: Any, run_id: str, run_name: str) -> Saved:
         made = Saved(sites)
         made.seen = [tuple(item) for item in json.loads(state)]
         return made

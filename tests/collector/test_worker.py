@@ -292,7 +292,7 @@ def remembering() -> tuple[Recorder, Any]:
         recorder.engines.append(Remembers(sites))
         return recorder.engines[-1]  # type: ignore[return-value]
 
-    def load(state: bytes, sites: Any) -> Remembers:
+    def load(state: bytes, sites: Any, run_id: str, run_name: str) -> Remembers:
         recorder.engines.append(Remembers.load(state, sites))
         return recorder.engines[-1]  # type: ignore[return-value]
 

@@ -116,4 +116,25 @@ OF_APART = [
         "pass",
         f"{ORDER}::test_a_state_from_behind_a_split_batch_knows_the_order_of_whole_ones",
     ),
+    Bug(
+        "noise that begins later elsewhere has its own place",
+        "chronic_quantization_noise.detector:Noise.observe",
+        "latches, float(within))",
+        "latches, float('inf'))",
+        f"{KEPT}::test_noise_that_begins_elsewhere_long_after_some_that_stays_is_told_with_its_place",
+    ),
+    Bug(
+        "noise that begins together has one place",
+        "chronic_quantization_noise.detector:Noise.observe",
+        "latches, float(within))",
+        "latches, 0.0)",
+        f"{KEPT}::test_noise_that_begins_elsewhere_long_after_some_that_stays_is_told_with_its_place",
+    ),
+    Bug(
+        "alarms that began apart are few",
+        "hysteresis:began_apart",
+        " and len(begins) < MAX_GROUPS",
+        "",
+        f"{KEPT}::test_alarms_that_began_apart_are_few_and_in_the_order_of_the_rows",
+    ),
 ]

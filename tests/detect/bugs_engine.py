@@ -334,4 +334,18 @@ ENGINE = [
         "                pass\n",
         f"{T}/test_rules.py::test_every_section_that_matches_counts",
     ),
+    Bug(
+        "behind a restart ranks are waited for as the rules say now",
+        "step_alignment:Assembly.adopt",
+        "        self._late_rank_s, self._silence_s = fresh._late_rank_s, fresh._silence_s\n",
+        "",
+        "tests/detect/test_state.py::test_an_engine_that_is_read_back_follows_the_rules_of_now",
+    ),
+    Bug(
+        "behind a restart a training is warm when the rules say now",
+        "lr_schedule:Schedule.adopt",
+        "        self._warmup_steps, self._after = fresh._warmup_steps, fresh._after\n",
+        "",
+        "tests/detect/test_state.py::test_an_engine_that_is_read_back_follows_the_rules_of_now",
+    ),
 ]

@@ -136,7 +136,7 @@ OVERFLOWS = [
     ),
     Bug(
         "noise that came little by little was not there from the first step",
-        "chronic_quantization_noise.detector:Noise.observe",
+        "chronic_quantization_noise.detector:Noise._finding",
         "<= SOUND_AT_FIRST",
         ">= 0",
         f"{T}/test_words_by_recipe.py::test_noise_that_came_little_by_little_was_not_there_from_the_first_step",

@@ -14,6 +14,7 @@ from detect.trace import Trace, healthy
 
 from fp8watch_agent.batch_names import HASH
 from fp8watch_server.detect.finding import Finding
+from fp8watch_server.detect.hysteresis import MAX_GROUPS, Latch, began_apart
 from fp8watch_server.detect.modes.bad_batch.words import words as batch_words
 from fp8watch_server.detect.modes.recipe_mismatch.detector import mismatch
 from fp8watch_server.detect.precedence import LOADED, LOSS_FALL, explains
@@ -250,3 +251,28 @@ def test_of_one_step_a_cause_takes_in_what_is_in_its_own_module() -> None:
     assert without_consequences([clip, there], sites=t.facts) == [clip]
     many = replace(clip, extra={**clip.extra, "num_sites": 300})  # of which some are not named
     assert without_consequences([many, noise], sites=t.facts) == [many]
+
+
+@pytest.mark.parametrize(("at", "places"), [(AT, [(HERE, 10), (THERE, AT)]), (20, [(HERE, 10)])])
+def test_noise_that_begins_elsewhere_long_after_some_that_stays_is_told_with_its_place(
+    at: int, places: list[tuple[str, int]]
+) -> None:
+    t = healthy(3, STEPS)
+    noisy(t, HERE, 10)
+    noisy(t, THERE, at)
+    got = told(t)
+    assert {i.mode for i in got} == {"chronic-quantization-noise"}
+    assert [(t.facts[i.named.site].module, i.named.onset) for i in got] == places
+    assert [i.last_step for i in got] == [STEPS - 1] * len(places)
+    assert len([f for f in found_in(t) if f.step == STEPS - 1]) == len(places)
+
+
+def test_alarms_that_began_apart_are_few_and_in_the_order_of_the_rows() -> None:
+    latch = Latch(40, 1, 1)
+    for step in range(40):
+        latch.update(np.arange(40) == 39 - step, np.arange(40) == 39 - step, step)
+    rows = np.arange(1, 40)
+    groups = began_apart(rows, [latch, Latch(40, 1, 1)], 3)
+    assert [g.tolist() for g in groups[:2]] == [[36, 37, 38, 39], [32, 33, 34, 35]]
+    assert len(groups) == MAX_GROUPS
+    assert sorted(np.concatenate(groups).tolist()) == rows.tolist()

@@ -549,3 +549,11 @@ def test_much_that_is_announced_and_silent_is_told_once_of_a_session_that_is_kno
     assert "experts.w (read by einsum), not called: spare" in words.cause
     assert "filter_fn" in words.fix[-1]["text"]
     assert not any(explains(found.kind, mode) for mode in SLUGS)
+
+
+def test_what_is_silent_is_told_apart_from_what_changed_with_it() -> None:
+    t = healthy(5, 20)
+    before = session(t, session="1" * 32, attempt=1, facts={"margin": 0})
+    after = session(t, attempt=2, facts={"margin": 1, "blind": "67 % send nothing: spare"})
+    found = play(Case([t], 0, [[before, after], []]))
+    assert [(f.topic, [e.field for e in f.evidence]) for f in found] == [("", ["margin"]), ("blind", ["blind"])]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,12 @@ import pytest
 from detect.play import play
 from detect.scenarios import BY_NAME
 
+import fp8watch_server
 from fp8watch_server.detect.command import main
 from fp8watch_server.detect.rules import RulesError, check, load_rules
 from fp8watch_server.detect.thresholds import DEFAULTS, TABLE, Thresholds
 
+SERVER = Path(fp8watch_server.__file__).parent
 GOOD = """
 [defaults]
 clip_depth = 2.0
@@ -35,6 +38,11 @@ def test_every_section_that_matches_counts(tmp_path: Path) -> None:
     other = rules.thresholds_for("4711", "gpt")
     assert other.changed() == {"clip_depth": 2.0}
     assert DEFAULTS.changed() == {}
+
+
+def test_every_threshold_is_read_somewhere() -> None:
+    code = "\n".join(path.read_text() for path in SERVER.rglob("*.py"))
+    assert [t.name for t in TABLE if not re.search(rf"\.{t.name}\b", code)] == []
 
 
 @pytest.mark.parametrize(

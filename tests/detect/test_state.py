@@ -12,6 +12,7 @@ from detect.scenarios import BY_NAME, Case
 from fp8watch_server.detect import state
 from fp8watch_server.detect.engine import DetectionEngine
 from fp8watch_server.detect.state import VERSION, StateError
+from fp8watch_server.detect.thresholds import DEFAULTS, Thresholds
 
 
 @pytest.mark.parametrize("name", ["frozen-scale", "optimizer-divergence", "chronic-quantization-noise", "nan-in-loss"])
@@ -83,3 +84,11 @@ def test_a_state_stays_small() -> None:
     engine = DetectionEngine(trace.facts)
     play(Case([trace], 0), engine=engine)
     assert len(engine.dump()) < 256 << 10  # 105 sites
+
+
+def test_an_engine_that_is_read_back_follows_the_rules_of_now() -> None:
+    names = ("warmup_steps", "after_lr_warmup_steps", "late_rank_s", "heartbeat_s", "missing_heartbeats")
+    rules = Thresholds({name: 1 + 2 * getattr(DEFAULTS, name) for name in names})
+    of_before, of_now = (DetectionEngine({}, limit).dump() for limit in (DEFAULTS, rules))
+    assert of_before != of_now
+    assert DetectionEngine.load(of_before, {}, rules).dump() == DetectionEngine.load(of_now, {}, rules).dump()

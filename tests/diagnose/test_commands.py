@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,9 +17,14 @@ from diagnose.small_models import batch_of, trained
 
 import fp8watch
 from fp8watch.cli import main
+from fp8watch.diagnose import bisect_command
+from fp8watch.diagnose.calibrate_command import main as calibrate_main
 from fp8watch.diagnose.command import SUBCOMMANDS
+from fp8watch.diagnose.command import main as diagnose_main
 from fp8watch.diagnose.stored_what_if import stored_what_if
 from fp8watch.recipe.file import read_recipe_file
+from fp8watch_agent import fix_command
+from fp8watch_server.observability.command import main as grafana_main
 
 SUBJECT = """
 from diagnose.small_models import batch_of, trained
@@ -107,6 +117,24 @@ def test_calibrate_writes_a_file_that_is_a_recipe(subject: str, capsys: Any, tmp
         (["diagnose", "what-if", "--run", "r"], "no collector"),
         (["diagnose", "what-if", "--run", "r", "--collector", "http://127.0.0.1:9"], "was not reached"),
         (["diagnose", "what-if", "--run", "r", "--collector", "nonsense"], "must be an http:// or https:// URL"),
+        (["diagnose", "what-if", "--run", "r", "--svg", "a.svg"], "--svg: has no meaning with --run"),
+        (
+            [
+                "diagnose",
+                "what-if",
+                "--run",
+                "r",
+                "--format",
+                "nvfp4",
+                "--summary",
+                "--history",
+                "2",
+                "--backend",
+                "cpu",
+            ],
+            "--backend, --format, --history, --summary: have no meaning with --run",
+        ),
+        (["diagnose", "what-if", "{}:build", "--steps", "1:2"], "--steps: has no meaning without --run"),
         (["fix", "abc", "--for", "torchao", "--collector", "nonsense"], "must be an http:// or https:// URL"),
         (["diagnose", "what-if", "{}:build", "--history", "9"], "gave 8 batches"),
         (["diagnose", "loss-impact", "{}:build", "--svg", "none/a.svg"], "--svg none/a.svg: there is no folder none"),
@@ -124,17 +152,102 @@ def test_what_cannot_work_is_said_in_one_line(subject: str, args: list[str], wor
     assert said.out == ""
 
 
+class _WithToken(BaseHTTPRequestHandler):
+    """A collector without sites, that wants a token."""
+
+    def do_GET(self) -> None:
+        right = self.headers["Authorization"] == "Bearer fp8w_read"
+        body = b'{"items": [], "next": null}' if right else b"no token"
+        self.send_response(200 if right else 401)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *args: Any) -> None: ...
+
+
+def test_a_stored_run_is_read_with_the_token_of_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.delenv("FP8WATCH_TOKEN", raising=False)
+    (tmp_path / "token").write_text("fp8w_read\n")
+    with ThreadingHTTPServer(("127.0.0.1", 0), _WithToken) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        asked = ["diagnose", "what-if", "--run", "r", "--collector", f"http://127.0.0.1:{server.server_port}"]
+        assert main(asked) == 2
+        assert "401" in capsys.readouterr().err
+        monkeypatch.setenv("FP8WATCH_TOKEN_FILE", str(tmp_path / "token"))
+        assert main(asked) == 0
+        server.shutdown()
+
+
 def test_every_subcommand_is_a_module_with_the_same_three_names() -> None:
     for name, module in SUBCOMMANDS.items():
         assert {"HELP", "arguments", "run"} <= set(vars(module)), name
 
 
-def test_a_subject_that_raises_shows_its_own_error(subject: str, tmp_path: Path) -> None:
-    (tmp_path / "broken_subject.py").write_text("def build():\n    import numpy_of_the_moon\n")
-    with pytest.raises(ModuleNotFoundError):
-        from fp8watch.diagnose.subject import load_subject
+@pytest.mark.parametrize("where", ["import numpy_of_the_moon", "def build():\n    import numpy_of_the_moon"])
+@pytest.mark.parametrize("command", [["diagnose", "loss-impact"], ["calibrate"]])
+def test_a_module_that_their_own_script_lacks_is_theirs(
+    where: str, command: list[str], tmp_path: Path, capsys: Any
+) -> None:
+    name = f"broken_{len(where)}_{len(command)}"
+    (tmp_path / f"{name}.py").write_text(f"{where}\n")
+    assert main([*command, f"{name}:build"]) == 2
+    said = capsys.readouterr().err
+    assert "No module named 'numpy_of_the_moon'" in said
+    assert f"{name}:build" in said
+    assert "pip install 'fp8watch" not in said
+    with pytest.raises(ValueError, match="numpy_of_the_moon") as raised:
+        main([*command, f"{name}:build", "--traceback"])
+    assert isinstance(raised.value.__cause__, ModuleNotFoundError)
 
-        load_subject("broken_subject:build")
+
+def test_a_module_that_their_model_lacks_is_theirs(subject: str, tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "lacking.py").write_text(
+        "def build():\n    model, batch = __import__('" + subject + "').plain()\n    return model, batch, loss\n\n\n"
+        "def loss(model, batch):\n    import numpy_of_the_moon\n"
+    )
+    with pytest.raises(ModuleNotFoundError, match="numpy_of_the_moon"):
+        main(["diagnose", "loss-impact", "lacking:build"])
+    assert capsys.readouterr().err == ""
+
+
+class _Closed(io.StringIO):
+    """Standard output whose reader has gone."""
+
+    def write(self, text: str) -> int:
+        raise BrokenPipeError(32, "Broken pipe")
+
+
+def test_a_reader_that_has_gone_is_no_mistake_of_the_command_line(
+    subject: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr(fix_command, "fetch", lambda *args: "text")
+    commands = (
+        (diagnose_main, ["moments", f"{subject}:build", "--steps", "1", "--format", "bf16"]),
+        (calibrate_main, [f"{subject}:plain", "--steps", "1"]),
+        (fix_command.main, ["abc", "--for", "torchao"]),
+        (grafana_main, ["files", str(tmp_path / "files")]),
+    )
+    for run, args in commands:
+        with monkeypatch.context() as closed:
+            closed.setattr(sys, "stdout", _Closed())
+            with pytest.raises(BrokenPipeError):
+                run(args)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_bisection_is_sent_though_its_reader_has_gone(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    sent: list[str] = []
+    found = SimpleNamespace(verdict="fp8", as_json=dict, as_svg=str, send=sent.append)
+    monkeypatch.setattr(bisect_command, "bisect", lambda *args, **kwargs: found)
+    monkeypatch.setenv("FP8WATCH_COLLECTOR", "http://127.0.0.1:9")
+    monkeypatch.setattr(sys, "stdout", _Closed())
+    with pytest.raises(BrokenPipeError):
+        diagnose_main(["bisect", "module:function", "--incident", "abc"])
+    assert sent == ["abc"]
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.long

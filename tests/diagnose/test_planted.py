@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from diagnose.bugs_checkpoints import BISECT_BUGS, CHECKPOINT_BUGS, FIX_BUGS
+from diagnose.bugs_commands import COMMAND_BUGS
 from support.planted import Bug, all_fit, seen_to_fail
 
 T = "tests/diagnose"
@@ -78,6 +79,7 @@ BUGS = [
     *CHECKPOINT_BUGS,
     *BISECT_BUGS,
     *FIX_BUGS,
+    *COMMAND_BUGS,
 ]  # fmt: skip
 
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 from incidents.findings import DOWN, OTHER, finding, modes, put
-from incidents.store import Store
+from incidents.store import RUN, TENANT, Store
+
+from fp8watch_server.db.dialect import writing
+from fp8watch_server.incidents.fold import fold
 
 Q, K, ELSEWHERE = "layers.0.attn.q_proj", "layers.0.attn.k_proj", "layers.1.attn.q_proj"
 
@@ -52,6 +55,14 @@ def test_a_fault_that_is_seen_in_rare_samples_does_not_reach_back_over_their_dis
         put(store, finding(store, "optimizer-divergence", step, began=79))
     put(store, finding(store, mode, 127, OTHER, stride=20, not_before=122, severity="critical"))
     assert modes(store) == ["optimizer-divergence", mode]
+
+
+def test_what_comes_again_while_its_incident_is_kept_open_is_of_it(store: Store) -> None:
+    for step in (10, 60):
+        with writing(store.db) as conn:
+            found = [finding(store, "delayed-clip", step)]
+            fold(conn, RUN, TENANT, 1, found, store.run.facts, store.now, after_clean_steps=100)
+    assert [(i["first_step"], i["last_step"]) for i in store.incidents] == [(10, 60)]
 
 
 @pytest.mark.parametrize(("onset", "named"), [(110, OTHER), (120, DOWN)])

@@ -9,6 +9,7 @@ from incidents.store import RUN, TENANT, Store
 
 from fp8watch_server.db import schema
 from fp8watch_server.db.dialect import writing
+from fp8watch_server.detect.precedence import BLIND
 from fp8watch_server.incidents.auto_resolve import close_quiet
 
 SAID = "40 % of the GEMM FLOPs were announced as observed and send nothing: layers.0.down (not called)"
@@ -58,6 +59,37 @@ def test_another_configuration_is_over_when_it_is_quiet(store: Store) -> None:
     session(store, SAID)
     put(store, finding(store, "recipe-mismatch", 3, changes=[("margin", 1, 0, "the step before")]))
     assert silent_up_to(store, 500) == ["resolved"]
+
+
+def test_what_else_was_seen_of_training_is_over_when_it_is_quiet(store: Store) -> None:
+    session(store, SAID)
+    noise = finding(store, "recipe-mismatch", 3, severity="info", kind="gradient-noise")
+    assert noise.kind == BLIND
+    put(store, noise)
+    assert silent_up_to(store, 500) == ["resolved"]
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_what_is_blind_is_an_incident_of_its_own_though_it_begins_with_another(store: Store, first: int) -> None:
+    session(store, SAID)
+    changes = ([("blind", SAID, "", "what attach announced")], [("margin", 1, 0, "the step before")])
+    of_both = [finding(store, "recipe-mismatch", 3, blind=not k, sites=[], changes=c) for k, c in enumerate(changes)]
+    put(store, of_both[first])
+    put(store, of_both[1 - first])
+    silent_up_to(store, 500)
+    told = {i["title"].partition(" ")[0]: i["status"] for i in store.incidents}
+    assert told == {"40": "open", "FP8": "resolved"}
+    assert len({i["fingerprint"] for i in store.incidents}) == 2
+
+
+def test_an_incident_of_an_earlier_version_stands_by_its_kind(store: Store) -> None:
+    session(store, SAID)
+    blind(store)
+    with store.db.begin() as conn:
+        [event] = store.rows(schema.incident_event)
+        detail = {key: value for key, value in event["detail"].items() if key != "topic"}
+        conn.execute(schema.incident_event.update().values(detail=detail))
+    assert silent_up_to(store, 500) == ["open"]
 
 
 def test_other_incidents_are_over_when_they_are_quiet(store: Store) -> None:

@@ -100,7 +100,7 @@ STORM = [
     Bug(
         "what follows from a cause opens nothing",
         "fold:fold",
-        "        target = target_of(incidents, finding, window_steps, sites)\n",
+        "        target = target_of(incidents, finding, window_steps, sites, after_clean_steps)\n",
         "        target = target_of([], finding, window_steps, sites)\n",
         f"{N}/test_promises.py::test_a_storm_is_one_firing_and_one_resolve",
     ),
@@ -163,9 +163,37 @@ STORM = [
     Bug(
         "a changed configuration is over when it is quiet",
         "auto_resolve:_stands",
-        'detail.get("kind") != BLIND',
+        "_topic(conn, row) != UNOBSERVED",
         "False",
         f"{_STANDING}_another_configuration_is_over_when_it_is_quiet",
+    ),
+    Bug(
+        "what else was seen of training does not stand",
+        "auto_resolve:_topic",
+        'root[0].get("topic", root[0].get("kind"))',
+        'root[0].get("kind")',
+        f"{_STANDING}_what_else_was_seen_of_training_is_over_when_it_is_quiet",
+    ),
+    Bug(
+        "what an earlier version told stands",
+        "auto_resolve:_topic",
+        'root[0].get("topic", root[0].get("kind"))',
+        'root[0].get("topic", "")',
+        f"{_STANDING}_an_incident_of_an_earlier_version_stands_by_its_kind",
+    ),
+    Bug(
+        "what is blind is no part of another incident",
+        "match:_is_told",
+        "other and UNOBSERVED in (i.topic, finding.topic)",
+        "False",
+        f"{_STANDING}_what_is_blind_is_an_incident_of_its_own_though_it_begins_with_another",
+    ),
+    Bug(
+        "what is blind is told apart from what changed with it",
+        "registered_facts:merge",
+        "f.mode, f.topic == UNOBSERVED",
+        "f.mode, False",
+        "tests/detect/test_reports.py::test_what_is_silent_is_told_apart_from_what_changed_with_it",
     ),
     Bug(
         "flapping is held down",

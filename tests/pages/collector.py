@@ -17,6 +17,7 @@ from fastapi import FastAPI
 
 from fp8watch_server.app import create_app
 from fp8watch_server.cli import listen
+from fp8watch_server.detect.thresholds import DEFAULTS
 from fp8watch_server.http.server import Server
 from fp8watch_server.pipeline.detect_worker import Detection
 from fp8watch_server.settings import Settings
@@ -30,6 +31,7 @@ class _Quiet:
 
     delivered_step = None
     stride = 1
+    thresholds = DEFAULTS
 
     def observe(self, batch: Any, at: float | None = None) -> list[Any]:
         return []

@@ -79,3 +79,22 @@ def test_its_tiles_are_those_of_its_own_attempt(client: httpx.Client) -> None:
     tile = "<tr><td>({}, {})</td>".format(*FAULT_TILE)
     assert tile in client.get(f"/incidents/{OVER}/report.html").text
     assert tile not in client.get(f"/incidents/{ON}/report.html").text
+
+
+def test_the_panel_of_tiles_asks_for_the_map_of_its_own_attempt(client: httpx.Client) -> None:
+    tile = "{},{}".format(*FAULT_TILE)
+    site = next(s["id"] for s in client.get("/api/v1/runs/again/sites").json()["items"] if s["operand"] == "input")
+    api, map_page = f"/api/v1/runs/again/sites/{site}/tile-map", f"/runs/again/sites/{site}/tile-map"
+    for incident, attempt, broken in ((OVER, 1, True), (ON, 2, False)):
+        html = client.get(f"/incidents/{incident}").text
+        assert f'data-attempt="{attempt}"' in html
+        href = f"{map_page}?step={FAULT_STEP}&amp;attempt={attempt}&amp;tile={tile}"
+        assert f'href="{href}"' in html
+        asked = {"step": FAULT_STEP, "attempt": attempt}
+        assert any(client.get(api, params=asked).json()["num_nonfinite"]) == broken
+        shown = client.get(map_page, params=asked).text
+        assert f"of attempt {attempt}</span>" in shown
+        assert (f'data-tile="{tile}">' in shown) == broken
+        assert f"?step={FAULT_STEP}&amp;attempt=1&amp;tile={tile}" in shown  # the way to the incident of attempt 1
+    assert not any(client.get(api, params={"step": FAULT_STEP}).json()["num_nonfinite"])  # of the newest
+    assert "of attempt" not in client.get(map_page, params={"step": FAULT_STEP}).text

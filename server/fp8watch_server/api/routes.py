@@ -206,12 +206,13 @@ def get_histogram(
 
 
 @router.get("/runs/{run_id:path}/sites/{site}/tile-map", responses=answers(examples.TILE_MAP))
-def get_tile_map(conn: Conn, run_id: str, site: int, step: Step = None, rank: Rank = None, row: Row = None) -> Response:
-    """Every tile of a site in a step; without a step the newest that is kept. Of a map that is too large the rows around `row`."""
+def get_tile_map(
+    conn: Conn, run_id: str, site: int, step: Step = None, rank: Rank = None, row: Row = None, attempt: Rank = None
+) -> Response:
+    """Every tile of a site in a step, else the newest kept: of a map that is too large the rows around `row`, of several attempts that of `attempt`."""
     require_run(conn, run_id)
     _require_site(conn, run_id, site)
-    found = queries.tile_map(conn, run_id, site, step, rank, row)
-    if found is None:
+    if (found := queries.tile_map(conn, run_id, site, step, rank, row, attempt)) is None:
         raise Problem(
             404,
             f"no tile map of site {site} at step {step}",

@@ -218,7 +218,7 @@ class DetectionEngine:
             setattr(engine, name, part)
         engine._statistics.adopt(thresholds)
         complete(engine._agreement, Agreement())
-        engine._assembly.adopt()
+        engine._assembly.adopt(engine._new_assembly())
         engine._progress = RankProgress.of(engine._streams, engine._restarted)
         engine.add_sites(sites)
         return engine

@@ -41,6 +41,10 @@ LOSS_FLOW = 1 << 40
 """The place of the loss in the order of execution: after every forward operand."""
 
 
+UNOBSERVED = "blind"
+"""The topic of a `recipe-mismatch` that says of what a session announced that nobody observes it: it stands for as long as the session
+says so."""
+
 _OF_KIND = {
     "in-effect": IN_EFFECT,
     "gradient-apart": ON_THE_WAY,
@@ -211,7 +215,7 @@ class Finding:
         """Which of the things that its mode tells of: a batch that comes again is none whose loss jumps."""
         if self.mode in NONFINITE_MODES:  # whether NaN or Inf
             return ""
-        return "blind" if self.extra.get("blind") else str(self.extra.get("kind") or "")
+        return UNOBSERVED if self.extra.get("blind") else str(self.extra.get("kind") or "")
 
     @property
     def kind(self) -> str:

@@ -9,11 +9,16 @@ open its baseline is frozen.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
 Mask = npt.NDArray[np.bool_]
+Rows = npt.NDArray[np.int64]
 MAX_WINDOW = 32
+MAX_GROUPS = 8
+"""Of alarms that began apart: the last of them holds all that came later."""
 
 
 class Latch:
@@ -63,6 +68,25 @@ class Latch:
         self.open &= ~over
         self.since[over | (~self.open & (self._bits == 0))] = -1
         return self.open & hit
+
+
+def began_apart(rows: Rows, latches: Sequence[Latch], within: float) -> list[Rows]:
+    """Rows of open alarms, those together whose alarms began together, the oldest first: what begins elsewhere long after is another
+    failure, and has a place of its own.
+
+    Args:
+        rows: series that are open in one of the latches at least; their order is kept. [N]
+        latches: whichever of them opened first counts.
+        within: steps that may lie between the first and the last of a group.
+    """
+    never = np.iinfo(np.int64).max
+    since = np.min([np.where(latch.open[rows], latch.since[rows], never) for latch in latches], axis=0)
+    begins: list[int] = []
+    for step in np.unique(since).tolist():
+        if not begins or (step > begins[-1] + within and len(begins) < MAX_GROUPS):
+            begins.append(step)
+    group = np.searchsorted(begins, since, side="right") - 1
+    return [rows[group == k] for k in range(len(begins))]
 
 
 def _num_bits(bits: npt.NDArray[np.uint32]) -> npt.NDArray[np.int64]:

@@ -39,6 +39,11 @@ class Schedule:
         )
         self.risen_step: int | None = None  # in which the LR leaped, or rose last where it climbs
 
+    def adopt(self, fresh: Schedule) -> None:
+        """Read back from a state, perhaps of an earlier version: the limits are those of `fresh`, and what it lacks begins as in it."""
+        self.__dict__.update({**vars(fresh), **vars(self)})
+        self._warmup_steps, self._after = fresh._warmup_steps, fresh._after
+
     @property
     def usual_lr(self) -> float | None:
         """Median LR of the clean steps, None before one was seen."""

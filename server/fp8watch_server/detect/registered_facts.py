@@ -14,7 +14,7 @@ from typing import Any
 
 from fp8watch_server.detect import sessions as s
 from fp8watch_server.detect.families import experts
-from fp8watch_server.detect.finding import Finding, SiteFacts
+from fp8watch_server.detect.finding import UNOBSERVED, Finding, SiteFacts
 from fp8watch_server.detect.modes.recipe_mismatch.detector import loaded, mismatch
 from fp8watch_server.detect.modes.sensitive_layer_quantized.detector import sensitive
 from fp8watch_server.detect.sessions import FLAG, Change, SessionFacts
@@ -127,14 +127,16 @@ class Registry:
         """What was registered since the last step, told with one of the session that brought it."""
         found = []
         if self._changes and (not self._of or session_id in self._of):
-            known = {c.fact.partition(".")[0] for c in self._changes}
-            named = list(self._changed_sites.values()) or loaded(self._changes, table.facts)
-            session = self._newest.get(rank)
+            changed = [c for c in self._changes if c.fact != s.BLIND_FACT]
+            unobserved = [c for c in self._changes if c.fact == s.BLIND_FACT]
+            named = list(self._changed_sites.values()) or loaded(changed, table.facts)
+            session, facts = self._newest.get(rank), self.facts(rank)
             backend = session.backend if session is not None else ""
-            resumed = "fingerprint" in known
-            found.append(
-                mismatch(self._changes, step, rank, named, resumed=resumed, backend=backend, facts=self.facts(rank))
-            )
+            resumed = any(c.fact.partition(".")[0] == "fingerprint" for c in changed)
+            if changed:
+                found.append(mismatch(changed, step, rank, named, resumed=resumed, backend=backend, facts=facts))
+            if unobserved:  # has an end of its own
+                found.append(mismatch(unobserved, step, rank, backend=backend, facts=facts))
             self._changes, self._changed_sites, self._of = [], {}, frozenset()
         if self._fresh_sites:
             fresh, self._fresh_sites = self._fresh_sites, []
@@ -147,12 +149,14 @@ class Registry:
 
 
 def merge(findings: Iterable[Finding]) -> list[Finding]:
-    """Findings of one mode and step as one: the first keeps its place, evidence and changes are put together."""
-    out: dict[str, Finding] = {}
+    """Findings of one mode and step as one: the first keeps its place, evidence and changes are put together. What nobody observes
+    stays apart."""
+    out: dict[tuple[str, bool], Finding] = {}
     for f in findings:
-        first = out.get(f.mode)
+        what = f.mode, f.topic == UNOBSERVED
+        first = out.get(what)
         if first is None:
-            out[f.mode] = f
+            out[what] = f
             continue
         sites = list(dict.fromkeys([*first.extra["sites"], *f.extra["sites"]]))
         named = first if first.site is not None or f.site is None else f
@@ -161,7 +165,7 @@ def merge(findings: Iterable[Finding]) -> list[Finding]:
             extra["news"] = [*first.extra.get("news", ()), *f.extra["news"]]
         if "changes" in extra:
             extra["changes"] = [*first.extra["changes"], *f.extra.get("changes", [])][:MAX_MERGED]
-        out[f.mode] = Finding(
+        out[what] = Finding(
             **{**named.__dict__, "evidence": (*first.evidence, *f.evidence)[:MAX_MERGED], "extra": extra}
         )
     return list(out.values())

@@ -87,7 +87,7 @@ class Statistics:
         for kind, detector in kept.items():
             complete(detector, kind.make(num_sites, limit))
         complete(self._base, Baselines.of(num_sites))
-        complete(self._schedule, Schedule(limit.warmup_steps, limit.after_lr_warmup_steps))
+        self._schedule.adopt(Schedule(limit.warmup_steps, limit.after_lr_warmup_steps))
         self._detectors = [kept.get(kind) or kind.make(num_sites, limit) for kind in DETECTORS]
 
     def continues_at(self, step: int | None) -> bool:

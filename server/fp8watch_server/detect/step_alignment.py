@@ -86,8 +86,9 @@ class Assembly(Generic[D]):
         self._newest = -1
         return rest
 
-    def adopt(self) -> None:
-        """Read back from a state: nothing is pending."""
+    def adopt(self, fresh: Assembly[D]) -> None:
+        """Read back from a state: nothing is pending, and the limits are those of `fresh`."""
+        self._late_rank_s, self._silence_s = fresh._late_rank_s, fresh._silence_s
         self._pending = {}
         self._newest = max((s.last_step for s in self._ranks.values()), default=-1)
         self._unheard = True

@@ -12,7 +12,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from fp8watch_server.db import schema
-from fp8watch_server.detect.precedence import BLIND
+from fp8watch_server.detect.finding import UNOBSERVED
 from fp8watch_server.detect.sessions import BLIND_FACT
 from fp8watch_server.incidents.messages import write_resolved
 from fp8watch_server.incidents.rows import IncidentChange, change_of, key_of, num_events, write_event
@@ -83,14 +83,9 @@ def _stride(conn: sa.Connection, row: Mapping[str, Any]) -> int:
 def _stands(conn: sa.Connection, row: Mapping[str, Any]) -> bool:
     """Whether it is about what a session says of itself and goes on saying: that much of a model sends nothing is told once, and nothing
     more comes of it."""
-    if row["mode"] != "recipe-mismatch":
+    if row["mode"] != "recipe-mismatch" or _topic(conn, row) != UNOBSERVED:
         return False
-    e, s = schema.incident_event.c, schema.session.c
-    details = sa.select(e.detail).where(
-        e.run_id == row["run_id"], e.tenant == row["tenant"], e.incident_id == row["id"]
-    )
-    if all(detail.get("kind") != BLIND for detail in conn.execute(details).scalars()):
-        return False
+    s = schema.session.c
     later = schema.session.alias().c
     newer = sa.select(sa.literal(1)).where(
         later.run_id == s.run_id, later.tenant == s.tenant, later.rank == s.rank, later.attempt > s.attempt
@@ -100,3 +95,15 @@ def _stands(conn: sa.Connection, row: Mapping[str, Any]) -> bool:
         s.run_id == row["run_id"], s.tenant == row["tenant"], said != "", ~newer.exists()
     )
     return conn.execute(now.limit(1)).first() is not None
+
+
+def _topic(conn: sa.Connection, row: Mapping[str, Any]) -> str:
+    """Finding.topic of what an incident reports; of one that an earlier version opened its kind, which is of more than one topic."""
+    e = schema.incident_event.c
+    details = conn.execute(
+        sa.select(e.detail)
+        .where(e.run_id == row["run_id"], e.tenant == row["tenant"], e.incident_id == row["id"])
+        .order_by(e.seq)
+    ).scalars()
+    root = [detail for detail in details if "flow" in detail][-1:]
+    return str(root[0].get("topic", root[0].get("kind"))) if root else ""

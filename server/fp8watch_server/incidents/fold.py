@@ -22,9 +22,9 @@ import sqlalchemy as sa
 
 from fp8watch_server.db import schema
 from fp8watch_server.detect.families.fault_why import EXPLAINED
-from fp8watch_server.detect.finding import Finding, SiteFacts
+from fp8watch_server.detect.finding import UNOBSERVED, Finding, SiteFacts
 from fp8watch_server.detect.precedence import FADING, NONFINITE_MODES, PRECURSORS, SPREADING
-from fp8watch_server.incidents.auto_resolve import close_quiet
+from fp8watch_server.incidents.auto_resolve import CLOSE_AFTER_STEPS, close_quiet
 from fp8watch_server.incidents.causes import cause_id, remember
 from fp8watch_server.incidents.explain import Explanation, explain
 from fp8watch_server.incidents.match import UNEXPLAINED, Open, covering, explained_by, root_of, target_of
@@ -61,6 +61,7 @@ def fold(
     now: float,
     window_steps: int = 6,
     public_url: str = "",
+    after_clean_steps: int = CLOSE_AFTER_STEPS,
 ) -> list[IncidentChange]:
     """Fold findings into the incidents of one attempt of a run.
 
@@ -71,13 +72,14 @@ def fold(
         now: collector's clock, seconds since 1970.
         window_steps: observed steps within which the same mode is the same incident.
         public_url: of the collector, for the links of the message.
+        after_clean_steps: as `close_quiet` is given.
     """
     if not findings:
         return []
     incidents = load(conn, run_id, tenant, attempt, schema.incident.c.status != "resolved")
     closed: list[Open] | None = None
     for finding in sorted(findings, key=lambda f: (f.step, f.rank_in_flow)):
-        target = target_of(incidents, finding, window_steps, sites)
+        target = target_of(incidents, finding, window_steps, sites, after_clean_steps)
         if target is None:
             if root := root_of(incidents, finding, sites, window_steps):
                 _mute(root, finding, sites)
@@ -127,7 +129,8 @@ def _new(
     words = explain(finding, sites)
     hit = _sites_of(finding)
     window = finding.onset // max(window_steps, 1)
-    identity = "\0".join([run_id, str(attempt), finding.mode, words.place["module"] or "", str(window)])
+    topic = [UNOBSERVED] if finding.topic == UNOBSERVED else []  # beside another of its mode
+    identity = "\0".join([run_id, str(attempt), finding.mode, words.place["module"] or "", str(window), *topic])
     row: dict[str, Any] = {
         "run_id": run_id,
         "tenant": tenant,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
 
-from fp8watch_server.detect.finding import Finding, SiteFacts
+from fp8watch_server.detect.finding import UNOBSERVED, Finding, SiteFacts
 from fp8watch_server.detect.precedence import (
     GLOBAL_ROOTS,
     IN_EFFECT,
@@ -62,6 +62,7 @@ def target_of(
     finding: Finding,
     window_steps: int,
     sites: Mapping[int, SiteFacts] = MappingProxyType({}),
+    after_clean_steps: int = CLOSE_AFTER_STEPS,
 ) -> Open | None:
     """The open incident that this finding belongs to."""
     stride = _stride(finding)
@@ -72,7 +73,7 @@ def target_of(
 
     def here(i: Open) -> bool:
         """Same place, within the clean steps that would have resolved it, whether it is resolved by now or not."""
-        quiet = CLOSE_AFTER_STEPS * stride
+        quiet = after_clean_steps * stride
         same_place = finding.site in i.row["sites"][:1]
         return same_place and bool(i.row["first_step"] - quiet < finding.step < i.row["last_step"] + quiet)
 
@@ -102,10 +103,13 @@ def target_of(
 def _is_told(i: Open, finding: Finding, sites: Mapping[int, SiteFacts]) -> bool:
     """Whether an incident of its mode is about what a finding is about.
 
-    What begins together is one failure, at however many places. What begins later is another where it is of another topic, or a warning at
-    a place that the first does not name, however long that one stays. Logged scalars have names for a place. Values that break spread: they
+    What begins together is one failure, at however many places; but what a session says nobody observes has an end of its own. What begins
+    later is another where it is of another topic, or a warning at a place that the first does not name, however long that one stays. Logged scalars have names for a place. Values that break spread: they
     are one failure wherever.
     """
+    other = i.topic is not None and i.topic != finding.topic
+    if other and UNOBSERVED in (i.topic, finding.topic):
+        return False
     name = finding.scalar
     apart = abs(finding.onset - i.row["first_step"])
     together = apart <= CLOSE_AFTER_STEPS * max(_stride(finding), i.stride)
@@ -113,7 +117,7 @@ def _is_told(i: Open, finding: Finding, sites: Mapping[int, SiteFacts]) -> bool:
         return True
     if name:
         return name in i.names
-    if i.topic is not None and i.topic != finding.topic:
+    if other:
         return False
     return finding.severity == "info" or not _is_elsewhere(i, finding, sites)
 

@@ -55,6 +55,8 @@ def _files(folder: Path) -> int:
     try:
         for path in write(folder):
             print(path)
+    except BrokenPipeError:
+        raise  # the reader has what it wanted, which fp8watch.cli knows
     except (Taken, OSError) as e:
         print(f"fp8watch grafana: {e}", file=sys.stderr)
         return EXIT_REFUSED

@@ -53,6 +53,8 @@ def main(argv: list[str]) -> int:
         files = spool_files(path)
         with tempfile.TemporaryDirectory(prefix="fp8watch-open-") as folder:
             return _open_spool(files, Path(folder), args.port, browse=not args.no_browser)
+    except BrokenPipeError:
+        raise  # the reader has what it wanted, which fp8watch.cli knows
     except (ValueError, OSError, CannotServe) as e:
         print(f"fp8watch open: {e}", file=sys.stderr)
         return 2

@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from fp8watch_agent.fact_lists import MAX_FACT_CHARS, without_number
 from fp8watch_agent.record import is_probe
 from fp8watch_server.pages.formatting import ago_at, number
 from fp8watch_server.store.queries import STALLED_AFTER_S
@@ -19,8 +20,6 @@ from fp8watch_server.store.rows import RunWithSessions, SessionRow, SiteRow
 
 Dict = dict[str, Any]
 NUM_LEFT_OUT = 40
-NAMED = ("left_out", "not_taken", "not_counted", "silent", "not_in_fp8")
-"""Lists of `coverage` that hold [module, reason]."""
 NUM_RANKS = 32
 NUM_PRECISIONS = 16
 PRECISION = "precision."
@@ -32,8 +31,6 @@ GEMMS = {
 """How the products of what computes in FP8 are made, by fact `gemm`."""
 NAMED = ("left_out", "not_taken", "not_counted", "silent", "not_in_fp8")
 """Facts of a session that name modules, each with its reason."""
-FACT_CHARS = 2000
-"""So much of a fact is sent at most."""
 _ITEM = re.compile(r"([^;()]+?) \(((?:[^()]|\([^()]*\))*)\)(?:; |$)")
 
 
@@ -58,9 +55,9 @@ def left_out(text: object) -> list[tuple[str, str]]:
 
 
 def goes_on(text: object) -> bool:
-    """Whether there may be more than a fact names: one more of its items had no room in it, or its last one is cut off."""
-    items = text.split("; ") if isinstance(text, str) else []
-    return bool(items) and len(str(text)) + len("; ") + max(len(item) for item in items) > FACT_CHARS
+    """Whether there may be more than a fact of an older agent names: one more of its items had no room in it, or its last one is cut off."""
+    items = text.split("; ") if isinstance(text, str) and not without_number(text)[1] else []
+    return bool(items) and len(str(text)) + len("; ") + max(len(item) for item in items) > MAX_FACT_CHARS
 
 
 def not_watching(facts: Mapping[str, Any] | None) -> str | None:
@@ -88,7 +85,7 @@ def coverage(run: RunWithSessions, sites: Sequence[SiteRow]) -> Dict:
         groups.setdefault(key, set()).add(site["module"])
     names = ("operand", "direction", "format", "tile", "scales", "recipe", "backend")
     rows = [dict(zip(names, key, strict=True)) | {"num_modules": len(of)} for key, of in groups.items()]
-    not_called = [name for name in str(facts.get("not_called") or "").split("; ") if name]
+    not_called = [name for name in without_number(str(facts.get("not_called") or ""))[0].split("; ") if name]
     probed = {s["module"] for s in sites if is_probe(s["operand"], s["recipe"])}
     quantised = {s["module"] for s in sites if not is_probe(s["operand"], s["recipe"])}
     return {
@@ -101,6 +98,7 @@ def coverage(run: RunWithSessions, sites: Sequence[SiteRow]) -> Dict:
         "observed": observed(facts),
         **{name: left_out(facts.get(name)) for name in NAMED},
         "not_called": not_called,
+        "num_unnamed": {name: without_number(str(facts.get(name) or ""))[1] for name in (*NAMED, "not_called")},
         "goes_on": [name for name in (*NAMED, "not_called") if goes_on(facts.get(name))],
         "num_shown": NUM_LEFT_OUT,
         "precisions": [

@@ -199,7 +199,9 @@ def not_looked_at(of: Subject) -> Section | None:
         if covered[key]:
             names = "" if of.redact else f": {', '.join(name for name, _ in covered[key][:8])}"
             least = "at least " if key in covered["goes_on"] else ""
-            lines.append(f"{words[:1].upper()}{words[1:]}: {least}{len(covered[key])} modules{names}.")
+            lines.append(
+                f"{words[:1].upper()}{words[1:]}: {least}{len(covered[key]) + covered['num_unnamed'][key]} modules{names}."
+            )
     if covered["gradients_unseen"]:
         lines.append(f"Gradients on their way to the optimizer: {covered['gradients_unseen']}.")
     agents = coverage.agents(of.run, _ranks(of))

@@ -116,12 +116,13 @@ def tile_map_page(request: Request, run_id: str, site: str) -> HTMLResponse:
         back = Link("The site", lookup.site_url(run["id"], found["id"]))
         rank = lookup.integer("rank", query.get("rank"), back)
         step = lookup.integer("step", query.get("step"), back)
+        attempt = lookup.integer("attempt", query.get("attempt"), back)
         steps = queries.steps_available(conn, run["id"], found["id"], rank)
         if not steps:
             raise page_queries.no_tile_map(run, found, rank, back)
         if step is not None and step not in steps:
             raise page_queries.no_tile_map_at(run, found, rank, step, steps, back)
-        kept = queries.kept_map(conn, run["id"], found["id"], step, rank)
+        kept = queries.kept_map(conn, run["id"], found["id"], step, rank, attempt)
         if kept is None:  # pruned since it was listed
             raise page_queries.no_tile_map_at(run, found, rank, steps[-1] if step is None else step, steps, back)
         step = kept.tiles.step
@@ -141,6 +142,7 @@ def tile_map_page(request: Request, run_id: str, site: str) -> HTMLResponse:
             step=step,
             steps=steps,
             rank=kept.rank,
+            attempt=attempt,
             tile=lookup.coordinates(query.get("tile")),
             shape=kept.tiles.shape,
             flagged=page_queries.flagged_tiles(kept, found),
@@ -283,6 +285,7 @@ def incident_page(request: Request, incident_id: str) -> HTMLResponse:
             place=place,
             site=site,
             rank=rank,
+            attempt=incident["attempt"] if run["attempt"] > 1 else None,
             touched=page_queries.touched_sites(incident, sites),
             has_map=step in maps,
             steps=maps,

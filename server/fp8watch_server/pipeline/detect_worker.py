@@ -331,19 +331,19 @@ class DetectWorker:
     def _write_incidents(self, conn: Connection, key: tuple[str, str], judged: list[_Judged], running: Running) -> bool:
         now, changed = self._clock(), False
         unresolved = _has_unresolved(conn, key)
+        after = int(running.engine.thresholds.close_after_steps)
+        said = {"after_clean_steps": after, "public_url": self._public_url}
         settled: int | None = None
         for j in judged:
             where = (*key, j.row.attempt)
             if j.findings:
-                opened = self._detection.fold(
-                    conn, *where, j.findings, running.sites, now, window_steps=6, public_url=self._public_url
-                )
+                opened = self._detection.fold(conn, *where, j.findings, running.sites, now, window_steps=6, **said)
                 changed = bool(opened) or changed
                 unresolved = True
             if unresolved and j.delivered_step is not None and (j.delivered_step != settled or j.findings):
                 settled = j.delivered_step
                 closed = self._detection.close_quiet(
-                    conn, *where, current_step=settled, now=now, stride=j.stride, public_url=self._public_url
+                    conn, *where, current_step=settled, now=now, stride=j.stride, **said
                 )
                 changed = bool(closed) or changed
         return changed

@@ -13,10 +13,14 @@ from typing import Any, Protocol
 from sqlalchemy.engine import Connection
 
 from fp8watch_agent.wire import Batch
+from fp8watch_server.detect.thresholds import Thresholds
 
 
 class DetectEngine(Protocol):
     """One run's detectors: no I/O, no database."""
+
+    thresholds: Thresholds
+    """Of its run, as the rules say."""
 
     def observe(self, batch: Batch, at: float | None = None) -> Sequence[Any]:
         """Findings of one batch, received at a time of this collector's clock."""
@@ -61,5 +65,5 @@ class Detection:
     """Queue the message of an incident that a person has resolved: (connection, row, now, public URL)."""
     make_sessions: Callable[[Any], Any] = lambda rows: rows
     """Of rows of the session table what `add_sessions` takes."""
-    load_engine: Callable[[bytes, Mapping[int, Any]], DetectEngine] | None = None
-    """An engine out of what its `dump` gave, with the facts of its sites; a ValueError says that it cannot be."""
+    load_engine: Callable[[bytes, Mapping[int, Any], str, str], DetectEngine] | None = None
+    """An engine out of what its `dump` gave, with what `make_engine` takes; a ValueError says that it cannot be."""

@@ -65,7 +65,7 @@ def replay(conn: Connection, run_id: str, thresholds: Thresholds = DEFAULTS) -> 
     engine = DetectionEngine(sites, thresholds)
     s = t.session.c
     engine.add_sessions(sessions_of(conn.execute(sa.select(t.session).where(s.run_id == run_id, s.tenant == TENANT))))
-    num_batches, first_step = 0, None
+    num_batches, first_step, after = 0, None, int(thresholds.close_after_steps)
     for old in history.batches(conn, run_id, TENANT):
         num_batches += 1
         if len(old.batch.steps):
@@ -74,9 +74,9 @@ def replay(conn: Connection, run_id: str, thresholds: Thresholds = DEFAULTS) -> 
         found = engine.observe(old.batch, at=old.at)
         with scratch.begin() as made:
             where = (made, run_id, TENANT, old.attempt)
-            fold(*where, found, sites, old.at)
+            fold(*where, found, sites, old.at, after_clean_steps=after)
             if engine.delivered_step is not None:
-                close_quiet(*where, engine.delivered_step, old.at, stride=engine.stride)
+                close_quiet(*where, engine.delivered_step, old.at, after, engine.stride)
     with scratch.begin() as made:
         got = [dict(r) for r in made.execute(sa.select(t.incident).order_by(t.incident.c.first_step)).mappings()]
     scratch.dispose()

@@ -150,18 +150,19 @@ class RunEngines:
         rows = engine_restore.sessions_of(conn, *key)
         sessions, now = self._detection.make_sessions(rows), time.monotonic()
         saved = engine_restore.saved(conn, *key, before_arrival)
+        name = engine_restore.run_name(conn, *key)
         made: DetectEngine | None = None
         meanwhile = partial(self._meanwhile, self._restoring)
         if saved is not None and self._detection.load_engine is not None:
             try:
-                made = self._detection.load_engine(saved.state, facts)
+                made = self._detection.load_engine(saved.state, facts, key[0], name)
             except ValueError as e:
                 log.info("run %r: what its detectors remembered is not used: %s", key[0], e)
             else:
                 made.add_sessions(sessions)
                 engine_restore.replay_since(conn, made, *key, saved.arrival, before_arrival, meanwhile)
         if made is None:
-            made = self._detection.make_engine(facts, key[0], engine_restore.run_name(conn, *key))
+            made = self._detection.make_engine(facts, key[0], name)
             made.add_sessions(sessions)
             engine_restore.replay(conn, made, *key, before_arrival, meanwhile)
         made.take_notices()

@@ -225,9 +225,10 @@ def tile_map(
     step: int | None = None,
     rank: int | None = None,
     row: int | None = None,
+    attempt: int | None = None,
 ) -> dict[str, Any] | None:
     """`shown_map` of `kept_map`; None where there is no such map."""
-    kept = kept_map(conn, run_id, site, step, rank)
+    kept = kept_map(conn, run_id, site, step, rank, attempt)
     return None if kept is None else shown_map(kept, row)
 
 

@@ -12,6 +12,7 @@ class TileMapView {
     this.panel = panel;
     const d = panel.dataset;
     this.rank = Number(d.rank);
+    this.attempt = d.attempt; // whose map it is where several have the step: of an incident its own; undefined: of the newest
     this.tileShape = d.tileShape.split(",").map(Number);
     this.siteShape = d.siteShape.split(",").map(Number);
     this.chosen = d.tile ? d.tile.split(",").map(Number) : null;
@@ -41,6 +42,7 @@ class TileMapView {
       const url = new URL(panel.dataset.page, location.origin);
       url.searchParams.set("step", this.steps.now);
       url.searchParams.set("rank", event.target.value);
+      if (this.attempt) url.searchParams.set("attempt", this.attempt);
       location.assign(url);
     });
     canvas.addEventListener("pointermove", (event) => this.hover(event));
@@ -85,7 +87,7 @@ class TileMapView {
     const key = row === undefined ? step : `${step},${row}`;
     if (!this.cache.has(key)) {
       if (this.cache.size > MAX_KEPT) this.cache.delete(this.cache.keys().next().value);
-      this.cache.set(key, api(this.panel.dataset.api, { step, rank: this.rank, ...(row === undefined ? {} : { row }) }).catch((e) => { this.cache.delete(key); throw e; }));
+      this.cache.set(key, api(this.panel.dataset.api, { step, rank: this.rank, row, attempt: this.attempt }).catch((e) => { this.cache.delete(key); throw e; }));
     }
     return this.cache.get(key);
   }
@@ -260,7 +262,7 @@ class TileMapView {
     this.listed = step;
     if (!table || !this.whole) return;
     const show = (...rows) => { if (step === this.steps.now) table.replaceChildren(...rows); };
-    fetch(`${this.panel.dataset.page}?step=${step}&rank=${this.rank}`, { headers: { accept: "text/html" } }).then((a) => {
+    fetch(`${this.panel.dataset.page}?step=${step}&rank=${this.rank}${this.attempt ? `&attempt=${this.attempt}` : ""}`, { headers: { accept: "text/html" } }).then((a) => {
       if (!a.ok) throw new Error(String(a.status));
       return a.text();
     }).then((html) => {

@@ -1,6 +1,6 @@
 """Quantisation noise: mode 21, chronic-quantization-noise.
 
-Shapes:     tile SQNR and underflow [S] -> at most one finding
+Shapes:     tile SQNR and underflow [S] -> a finding for those that began together
 Thread:     detect worker
 
 Three tests. Absolute: E4M3 gives 31.5 dB on healthy data whatever the scale, over ten octaves; a site that stays under
@@ -19,14 +19,16 @@ information as well (`small_elements`).
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from fp8watch_server.detect.context import SQNR_FLOOR_DB, Context, damage
-from fp8watch_server.detect.cross_rank_step import CrossRankStep
+from fp8watch_server.detect.cross_rank_step import CrossRankStep, Floats
 from fp8watch_server.detect.detector import Detector
 from fp8watch_server.detect.families import gain
 from fp8watch_server.detect.finding import Evidence, Finding
-from fp8watch_server.detect.hysteresis import Latch
+from fp8watch_server.detect.hysteresis import Latch, Rows, began_apart
 from fp8watch_server.detect.modes.chronic_quantization_noise import small_elements
 from fp8watch_server.detect.modes.chronic_quantization_noise.faint_parts import FaintParts, has_faint_tiles
 from fp8watch_server.detect.step_view import GRAD_OUTPUT, INPUT, WEIGHT, Mask
@@ -36,6 +38,25 @@ DEEP_DB = 6.0
 """Under its band by so much, a site is told after three samples: it has one in 64 steps where they go round."""
 SOUND_AT_FIRST = 2
 """Looks inside the limit, of the ten of an alarm, with which a site had it from the first on."""
+
+TOGETHER_SAMPLES = 20
+"""As long as an incident stays open without a finding: what begins later than the first of them is another."""
+
+
+class _Seen(NamedTuple):
+    """One step's tests, of each site. [S]"""
+
+    band: Floats  # least SQNR in dB
+    chronic: Mask
+    fast: Mask
+    rounded: Mask
+    drop: Mask
+    off: Mask  # beyond the gain that is allowed
+    error: Floats
+    allowed: Floats
+    whole_db: Floats
+    small: Mask
+    loud: bool  # anything is more than information
 
 
 class Noise(Detector):
@@ -115,25 +136,35 @@ class Noise(Detector):
         faint[now.table.across[self._faint & (now.table.across >= 0)]] = True  # the same elements, in tiles across
         small = rounded & ~np.isnan(self._spread[:, 0]) & ~(chronic | fast | drop | biased)
         loud = hit & ~small & ~(faint & ~(noisy & ~self._faint) & ~drop & ~biased)
-        rows = now.in_flow(loud if loud.any() else hit)
-        row = int(rows[0])
+        seen = _Seen(
+            band, chronic, fast, rounded, drop, off, error, np.fmax(allowed, room), whole_db, small, bool(loud.any())
+        )
+        latches = (self._chronic, self._deep, self._flushed, self._biased, self._drop)
+        within = TOGETHER_SAMPLES * (np.median(np.diff(ctx.base.steps)) if len(ctx.base.steps) > 1 else 1.0)
+        groups = began_apart(now.in_flow(loud if seen.loud else hit), latches, float(within))
+        return [self._finding(ctx, rows, seen) for rows in groups]
+
+    def _finding(self, ctx: Context, rows: Rows, seen: _Seen) -> Finding:
+        """What is said of rows whose alarms began together, in data-flow order."""
+        now, limit, row = ctx.now, ctx.limit, int(rows[0])
         # In one step a part of the sites has an SQNR: those in alarm are counted, not those of this step.
         others = self._chronic.open | self._flushed.open | self._deep.open | self._biased.open
         num_noisy = int(np.count_nonzero(self.frozen() | others))
-        onset = bool(drop[row])
-        by = "drop" if onset else "sqnr" if chronic[row] or fast[row] else "underflow" if rounded[row] else "gain"
+        onset, chronic, small = bool(seen.drop[row]), bool(seen.chronic[row]), bool(seen.small[row])
+        by = "drop" if onset else "sqnr" if chronic or seen.fast[row] else "underflow" if seen.rounded[row] else "gain"
         latch = {
             "gain": self._biased,
             "drop": self._drop,
-            "sqnr": self._chronic if chronic[row] else self._deep,
+            "sqnr": self._chronic if chronic else self._deep,
             "underflow": self._flushed,
         }[by]
         since = int(latch.since[row])
         sqnr, usual = float(now.sqnr_db[row]), float(ctx.base.sqnr.median()[row])
-        share = float(now.underflow[row])
+        share, error, whole_db = float(now.underflow[row]), float(seen.error[row]), float(seen.whole_db[row])
+        least = f"{seen.band[row]:g} or more"
         evidence = []
         if np.isfinite(sqnr):
-            wanted = round(usual, 2) if onset else f"{band[row]:g} or more"
+            wanted = round(usual, 2) if onset else least
             evidence.append(
                 Evidence("tile_sqnr_db", round(sqnr, 2), wanted, "dB", since if by != "underflow" else now.step)
             )
@@ -144,42 +175,37 @@ class Noise(Detector):
             )
         if by == "underflow":
             evidence.reverse()  # what made it fire comes first
-        if np.isfinite(error[row]) and off[row]:
-            told = Evidence(
-                "gain_error", round(float(error[row]), 4), f"±{max(allowed[row], room[row]):.3g}", "share", since
-            )
+        if np.isfinite(error) and seen.off[row]:
+            told = Evidence("gain_error", round(error, 4), f"±{seen.allowed[row]:.3g}", "share", since)
             evidence.insert(0 if by == "gain" else len(evidence), told)
         clamped = now.column("num_eps_tiles")[row]
         if clamped > 0:
             evidence.append(Evidence("num_eps_tiles", int(clamped), 0, "tiles", since))
         evidence += [e for e in damage(ctx, row) if e.field == "num_saturated"]
-        fades_out = not loud.any() and not small[row]
-        if small[row]:
+        fades_out = not seen.loud and not small
+        if small:
             evidence += small_elements.evidence(self._spread[row])
-        if fades_out and np.isfinite(whole_db[row]):
-            least = f"{band[row]:g} or more"
-            evidence.append(Evidence("sqnr_db", round(float(whole_db[row]), 2), least, "dB", now.step))
+        if fades_out and np.isfinite(whole_db):
+            evidence.append(Evidence("sqnr_db", round(whole_db, 2), least, "dB", now.step))
             evidence += self._parts.get(row) or self._parts.get(_along(now, row), [])
         evidence.append(Evidence("noisy_sites", num_noisy, 0, f"of {int(np.count_nonzero(now.seen))} sites", since))
-        return [
-            now.finding(
-                "chronic-quantization-noise",
-                "warning" if loud.any() else "info",
-                rows,
-                evidence,
-                "fp8",
-                tile="noise_tile",
-                field="tile_noise_ratio_max",
-                onset=since if onset else None,
-                began=since,
-                sampled=by != "underflow",
-                faint=fades_out,
-                small=bool(small[row]),
-                by=by,
-                from_first=bool(self._sound[{"underflow": 1, "gain": 2}.get(by, 0), row] <= SOUND_AT_FIRST),
-                sqnr_db=sqnr,
-            )
-        ]
+        return now.finding(
+            "chronic-quantization-noise",
+            "warning" if seen.loud else "info",
+            rows,
+            evidence,
+            "fp8",
+            tile="noise_tile",
+            field="tile_noise_ratio_max",
+            onset=since if onset else None,
+            began=since,
+            sampled=by != "underflow",
+            faint=fades_out,
+            small=small,
+            by=by,
+            from_first=bool(self._sound[{"underflow": 1, "gain": 2}.get(by, 0), row] <= SOUND_AT_FIRST),
+            sqnr_db=sqnr,
+        )
 
     @staticmethod
     def _lasting(noisy: Mask, now: CrossRankStep) -> Mask:
