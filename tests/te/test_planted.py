@@ -19,7 +19,7 @@ BUGS = [
     Bug("wgrad contracts over tokens", "te_turns:TeTurns.gemm",
         "left, right = _turned(left), _turned(right)", "pass", f"{T}::test_a_healthy_module_is_looked_at_whole_and_silent"),
     Bug("a product has a row of its own", "te_products:products_of",
-        "rows.get((name, *_TOLD_AT[layout]))", 'rows.get((name, _TOLD_AT[layout][0], "rowwise"))',
+        "rows.get((name, operand, direction))", 'rows.get((name, _TOLD_AT[layout][0], "rowwise"))',
         f"{T}::test_a_product_that_is_wrong_is_wrong_in_its_own_row"),
     Bug("dgrad's copy of a weight is held against the weight", "transformer_engine:TeObserver._look_at_copy",
         "if turns is None or not", "if True or not",
