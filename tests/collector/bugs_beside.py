@@ -120,8 +120,8 @@ BESIDE = [
     Bug(
         "a migration that waits for a table lets others through",
         "db.migrations:_upgrade",
-        "SET LOCAL lock_timeout = {LOCK_MS}",
-        "SET LOCAL lock_timeout = {0 * LOCK_MS}",
+        "str(LOCK_MS)",
+        '"0"',
         f"{G}::test_who_asks_a_table_does_not_wait_behind_a_migration_that_waits_for_it",
     ),
     Bug(

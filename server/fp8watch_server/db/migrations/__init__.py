@@ -89,7 +89,7 @@ def _upgrade(conn: Connection) -> str | None:
     """In one transaction, as the only one: others that start at the same time wait for its end, and find it done."""
     if conn.dialect.name == "postgresql":
         conn.execute(sa.select(sa.func.pg_advisory_xact_lock(_LOCK)))
-        conn.exec_driver_sql(f"SET LOCAL lock_timeout = {LOCK_MS}")
+        conn.execute(sa.select(sa.func.set_config("lock_timeout", str(LOCK_MS), True)))
     before = current(conn)
     if before == head():
         return before
