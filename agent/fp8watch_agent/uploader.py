@@ -81,11 +81,12 @@ class Uploader:
     def __init__(self, transport: Transport, told: Told | None = None) -> None:
         self.transport = transport
         self._told = Told() if told is None else told
-        self._refused: Answer | None = None  # to the last registration, where it was
+        self._refused: Answer | None = None  # to a part of the last registration, where one was
 
     def register(self, registration: Registration) -> Answer | None:
         """Register run, session and new sites. None on success, else the failed response."""
         version, session = registration.version, registration.session
+        self._refused = None
         run = f"/v1/runs/{quote(session.run_id, safe='')}"
         of_session = f"{run}/sessions/{quote(session.session, safe='')}"
         start = self._told.known.get(session.session, -1)

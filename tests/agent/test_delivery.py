@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.agents import (
+    RULE,
     Collector,
     Reply,
     eventually,
@@ -22,6 +23,7 @@ from support.agents import (
     make_ids,
     make_maps,
     make_rows,
+    make_session,
     make_sites,
     make_step,
     record,
@@ -220,6 +222,27 @@ def test_sites_that_the_collector_refuses_are_why_their_batch_is(
     recorder.close()
     assert recorder.health().records.dropped == {"unregistered": 3}
     assert "refused: HTTP 422" in caplog.text
+
+
+def test_sites_that_another_session_was_refused_are_no_reason() -> None:
+    class Strict(Transport):
+        sites_are = 422
+
+        def put(self, path: str, value: object, key: str = "") -> Answer:
+            return Answer(self.sites_are, RULE) if path.endswith("/sites") else Answer(200)
+
+        def post(self, *_: Any, **__: Any) -> Answer:
+            return Answer(424)
+
+    transport = Strict("http://127.0.0.1:9")
+    uploader = Uploader(transport)
+
+    def reason(of: Session) -> int:
+        return uploader.send(Parcel(Kind.BATCH, 0, b"", 3), Registration(of, make_sites(1))).answer.status
+
+    assert reason(make_session()) == 422
+    transport.sites_are = 200
+    assert reason(make_session()) == 424
 
 
 def test_a_batch_whose_key_was_taken_goes_under_another_one_and_twice_is_counted(
