@@ -6,6 +6,7 @@ from support.planted import Bug
 
 CLOCKS = "tests/collector/test_many_runs.py::test_clocks_go_on_where_more_waits_than_a_round_takes"
 A = "tests/collector/test_attempts.py"
+L = "tests/collector/test_last_connections.py"
 G = "tests/store/test_migrations_beside.py"
 M = "tests/incidents/test_many_resolved.py"
 P = "tests/collector/test_people_beside.py"
@@ -18,6 +19,20 @@ BESIDE = [
         'if engine.dialect.name != "postgresql":',
         "if True:",
         f"{R}::test_ingest_goes_on_where_requests_have_taken_every_connection",
+    ),
+    Bug(
+        "what comes back to a pool that was disposed of is closed",
+        "db.closing_pool:ClosingPool._do_return_conn",
+        "        record.close()\n",
+        "",
+        f"{L}::test_what_comes_back_to_a_pool_that_was_disposed_of_is_closed",
+    ),
+    Bug(
+        "who waits at a pool that is disposed of has the next connection",
+        "db.closing_pool:ClosingPool._do_return_conn",
+        "super()._do_return_conn(record)  #",
+        "pass  #",
+        f"{L}::test_who_waits_at_a_pool_that_is_disposed_of_has_the_next_connection",
     ),
     Bug(
         "who waits for a thread with a connection leaves some to the threads",

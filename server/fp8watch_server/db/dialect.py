@@ -30,6 +30,7 @@ from sqlalchemy.engine import URL, Connection, Engine, make_url
 from sqlalchemy.exc import ArgumentError, DataError, IntegrityError, NoSuchModuleError, OperationalError
 from sqlalchemy.types import TypeDecorator, TypeEngine, UserDefinedType
 
+from fp8watch_server.db.closing_pool import ClosingPool
 from fp8watch_server.db.fair_lock import FairLock
 
 BUSY_TIMEOUT_S = 0.9
@@ -207,6 +208,7 @@ def make_engine(database_url: str) -> Engine:
     engine = sa.create_engine(
         url,
         connect_args={"timeout": BUSY_TIMEOUT_S, "check_same_thread": False},
+        poolclass=ClosingPool,
         pool_timeout=BUSY_TIMEOUT_S * 5,
         pool_size=8,
         max_overflow=48,
@@ -257,6 +259,7 @@ def postgresql_engine(url: URL, *, pool_timeout_s: float = BUSY_TIMEOUT_S) -> En
     # a reader runs several queries that must see one snapshot; writers see what others commit
     engine = sa.create_engine(
         _impatient(url),
+        poolclass=ClosingPool,
         pool_pre_ping=True,
         pool_timeout=pool_timeout_s,
         pool_size=NUM_CONNECTIONS // 2,

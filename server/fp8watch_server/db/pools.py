@@ -44,8 +44,8 @@ def for_requests(engine: Engine) -> Engine:
 def close(engine: Engine, within_s: float = LAST_ANSWERS_S) -> None:
     """Close all connections of an engine that nobody asks any more, and those of its requests.
 
-    A query whose client has gone is answered in its thread all the same, and what comes back to a pool that was disposed of is
-    never closed: this waits until all have come back, `within_s` at most.
+    A query whose client has gone is answered in its thread all the same: this waits until all have come back, `within_s` at most.
+    What comes back later is closed then.
     """
     deadline = time.monotonic() + within_s
     for pool in (engine.pool, for_requests(engine).pool):
