@@ -53,7 +53,7 @@ def dashboard() -> dict[str, Any]:
         ),
         over_time(
             "Bodies per second",
-            "By what became of them: accepted, refused, conflict, unregistered, overload, unavailable, failed.",
+            "By what became of them. Agents give up what is refused; what is not accepted otherwise they keep, and send again.",
             [promql(f"sum by (outcome) ({_rate('fp8watch_collector_ingest_batches_total')})", "{{outcome}}")],
             unit="reqps",
         ),

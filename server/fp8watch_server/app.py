@@ -30,6 +30,7 @@ from fp8watch_server.api import (
     fix_files,
     flight,
     incident_actions,
+    readiness,
     run_actions,
     two_runs,
 )
@@ -38,8 +39,9 @@ from fp8watch_server.auth.quota import Quotas
 from fp8watch_server.auth.tokens import Auth, Tokens, check_exposure, install_token
 from fp8watch_server.db import migrations
 from fp8watch_server.db.collector_info import PUBLIC_URL, publish
-from fp8watch_server.db.dialect import close, make_engine
+from fp8watch_server.db.dialect import make_engine
 from fp8watch_server.db.directory import open_directory
+from fp8watch_server.db.pools import close
 from fp8watch_server.db.shards import open_shards
 from fp8watch_server.http import errors
 from fp8watch_server.http.db_timeout import DbTimeoutMiddleware
@@ -198,7 +200,7 @@ def create_app(
     app.include_router(delivery_log.router)
     app.include_router(two_runs.router)
     app.include_router(api.router)
-    app.include_router(api.health_router)
+    app.include_router(readiness.router)
     app.add_api_route("/metrics", _metrics, methods=["GET"], tags=["operations"])
     app.add_middleware(IngestFastPath)
     app.add_middleware(PlainAddress)

@@ -147,8 +147,8 @@ BUGS = [
     Bug(
         "what is said of a cause goes to all runs",
         "api.incident_actions:_change_in",
-        "sum([_apply(request, conn, dict(row), change, now) for row in asking])",
-        "sum([_apply(request, conn, dict(row), change, now) for row in asking[:1]])",
+        "for incident_id in asking:",
+        "for incident_id in asking[:1]:",
         f"{T}/test_inbox.py::test_a_cause_is_one_row_over_runs_and_what_is_said_of_it_goes_to_all",
     ),
     Bug(

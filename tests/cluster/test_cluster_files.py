@@ -18,6 +18,7 @@ from cluster.nats_servers import server_binary
 from fp8watch_agent.relay import PORT as RELAY_PORT
 from fp8watch_agent.settings import VARIABLES
 from fp8watch_server.cli import DRAIN_S
+from fp8watch_server.db.migrations import PATIENCE_S
 from fp8watch_server.queue.jetstream import MIN_PAYLOAD_BYTES
 from fp8watch_server.settings import SETTINGS, Settings
 
@@ -105,6 +106,14 @@ def test_containers_are_users_on_a_read_only_system_with_probes_and_known_variab
             assert not re.search(r"fp8w_|://[^$]*:[^$]*@", variable.get("value", "")), f"{name}: a secret in the open"
     services = [r["metadata"]["name"] for r in resources() if r["kind"] == "Service"]
     assert not [name for name in services if name.startswith("fp8watch")]
+
+
+def test_a_collector_or_worker_that_migrates_is_not_ended_before_it_is_done() -> None:
+    for name, _, container in ours():
+        if name in ("collector", "worker"):
+            probe = container.get("startupProbe") or container["livenessProbe"]
+            patience_s = probe["periodSeconds"] * probe.get("failureThreshold", 3)
+            assert patience_s > 4 * PATIENCE_S, name
 
 
 def test_training_behind_the_relay_needs_no_token_that_deletes_runs() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collector.bugs_beside import BESIDE
 from collector.bugs_export import EXPORT
 from collector.bugs_incidents import INCIDENTS
 from collector.bugs_limits import EDGE
@@ -343,4 +344,18 @@ STORE = [
     ),
 ]
 
-BUGS = [*INGEST, *DEFENCES, *RELAY, *SCALE, *EDGE, *RUNS, *QUOTAS, *STORE, *ROUNDING, *EXPORT, *INCIDENTS, *KEPT]
+BUGS = [
+    *INGEST,
+    *DEFENCES,
+    *RELAY,
+    *SCALE,
+    *EDGE,
+    *RUNS,
+    *QUOTAS,
+    *STORE,
+    *ROUNDING,
+    *EXPORT,
+    *INCIDENTS,
+    *KEPT,
+    *BESIDE,
+]

@@ -89,7 +89,7 @@ CONNECTIONS = [
     ),
     Bug(
         "a query that outlives its client leaves no connection open",
-        "db.dialect:close",
+        "db.pools:close",
         "pool.checkedout() and",
         "False and",
         "tests/collector/test_last_connections.py::test_a_query_that_outlives_its_client_leaves_no_connection_open",

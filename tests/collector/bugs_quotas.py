@@ -8,6 +8,8 @@ Q = "tests/collector/test_quotas.py"
 REFUSED = f"{Q}::test_what_is_too_much_is_refused_and_agents_keep_it"
 KEPT = f"{Q}::test_runs_and_bytes_are_those_that_the_tokens_name"
 
+OUTCOMES = "tests/collector/test_outcomes.py"
+
 QUOTAS = [
     Bug(
         "what is decoded is charged to its tenant",
@@ -50,5 +52,33 @@ QUOTAS = [
         "sum(runs[run] for run in mine)",
         "0",
         KEPT,
+    ),
+    Bug(
+        "what agents hold is not counted as refused",
+        "ingest.ingest_stats",
+        '403: "forbidden"',
+        '403: "refused"',
+        f"{OUTCOMES}::test_each_is_named_by_what_agents_do",
+    ),
+    Bug(
+        "what passes a tenant's limit is counted as that",
+        "ingest_stats:outcome_of",
+        'startswith("quota-")',
+        'startswith("quota+")',
+        f"{OUTCOMES}::test_what_a_tenant_may_not_send_is_neither_lost_nor_the_database_s_fault",
+    ),
+    Bug(
+        "a body that ends early is not counted as refused",
+        "ingest_stats:outcome_of",
+        "isinstance(e.__cause__, ClientDisconnect)",
+        "isinstance(e, ClientDisconnect)",
+        f"{OUTCOMES}::test_a_body_whose_sender_has_gone_is_none_that_was_refused",
+    ),
+    Bug(
+        "the alert on refusals knows those that agents hold",
+        "dashboards/prometheus/fp8watch.rules.yml",
+        "refused|conflict|forbidden|overload",
+        "refused|conflict|overload",
+        f"{OUTCOMES}::test_the_docs_name_all_of_them",
     ),
 ]

@@ -26,7 +26,7 @@ KEPT = [
     ),
     Bug(
         "a host that falls silent is noticed",
-        "db.dialect:_postgresql",
+        "db.dialect:postgresql_engine",
         "        _impatient(url),",
         "        url,",
         "tests/collector/test_database_away.py::test_no_connection_waits_for_a_host_that_fell_silent",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 from collector.kit import Recorder, served
 
 from fp8watch_server.app import create_app
+from fp8watch_server.db.pools import close
 from fp8watch_server.settings import Settings
 
 
@@ -54,7 +54,4 @@ def client(server: tuple[Switch, str], app: Any) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=url) as client:
         yield client
     app.state.ingest.stop()
-    until = time.monotonic() + 5
-    while app.state.engine.pool.checkedout() and time.monotonic() < until:
-        time.sleep(0.002)  # a route gives its connection back after its answer has left
-    app.state.engine.dispose()
+    close(app.state.engine)  # a route gives its connection back after its answer has left

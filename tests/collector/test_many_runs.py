@@ -10,8 +10,9 @@ from typing import Any, ClassVar
 import pytest
 from collector.kit import Agent, FakeEngine, Recorder, make_site
 
-from fp8watch_server.pipeline import run_engines
+from fp8watch_server.pipeline import detect_worker, run_engines
 from fp8watch_server.pipeline.detect_worker import DetectWorker
+from fp8watch_server.store import pending
 
 UP = make_site("up")
 
@@ -43,6 +44,32 @@ def test_a_run_that_fell_silent_is_judged_though_others_send(client: Any, app: A
         assert time.monotonic() < until
         other.send([UP], [step := step + 1])
         worker._work()
+
+
+def test_clocks_go_on_where_more_waits_than_a_round_takes_but_not_of_runs_whose_batches_wait(
+    client: Any, app: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder = Recorder()
+    worker = DetectWorker(app.state.engine, recorder.detection())
+    silent, waits, other = (Agent(client, run=f"run-{i}", session=f"{i:032x}").register([UP]) for i in range(3))
+    for run in (silent, waits, other):
+        run.send([UP], [1])
+        worker._work()
+    for module, name, value in (
+        (detect_worker, "BATCHES_AT_ONCE", 1),
+        (pending, "BATCHES_AT_ONCE", 1),
+        (detect_worker, "IDLE_S", 0.0),
+    ):
+        monkeypatch.setattr(module, name, value)
+    ticked: list[str] = []
+    for run, engine in zip(("silent", "waits", "other"), recorder.engines, strict=True):
+        engine.tick = lambda now, run=run: ticked.append(run) or []  # type: ignore[method-assign]
+    other.send([UP], [2])
+    waits.send([UP], [2])
+    worker._work()
+    assert ticked == ["silent"]
+    worker._work()
+    assert sorted(ticked) == ["other", "silent", "silent"]
 
 
 def test_an_engine_that_leaves_memory_is_saved(client: Any, app: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -449,4 +449,4 @@ def test_sessions_of_one_restart_are_one_attempt(client: Any) -> None:
     assert [attempt("c", 0, 1), attempt("d", 1, 1), attempt("e", 2, 1)] == [2, 2, 2]  # a rank that is new joins
     assert [attempt("f", 1, 0), attempt("0", 0, 0)] == [3, 3]  # a new job under the same run counts from 0 again
     assert attempt("f", 1, 0) == 3
-    assert [attempt("1", 5, None), attempt("2", 0, None)] == [1, 4]  # a launcher that does not count
+    assert [attempt("1", 5, None), attempt("2", 0, None)] == [3, 4]  # a launcher that does not count

@@ -54,8 +54,9 @@ class Feed:
     def agent(self, run: str = "run-1", rank: int = 0, attempt: int = 1, world_size: int = 2) -> Agent:
         """Register a run, a session and its sites."""
         agent = Agent(None, run=run, session=f"{rank:016x}{attempt:016x}", rank=rank)
+        started_at = 1e9 * attempt  # all ranks of an attempt together
         facts = registrations.StoredSession(
-            agent.session, rank, world_size, {}, "node", 1, None, {}, "blockwise", f"f{attempt}", "cpu", {}
+            agent.session, rank, world_size, {}, "node", 1, started_at, {}, "blockwise", f"f{attempt}", "cpu", {}
         )
         with writing(self.engine) as conn:
             registrations.register_run(

@@ -1,6 +1,6 @@
 """What people do to incidents: acknowledge, look at, resolve, mark, assign, comment; and silences.
 
-Shapes:     POST, DELETE -> one transaction with its event and, where one is due, its message
+Shapes:     POST, DELETE -> one transaction for each incident, with its event and, where one is due, its message
 Thread:     query pool
 
 Most can be done to one incident, or to all incidents of a cause that ask for somebody: `/causes/{cause_id}/…`.
@@ -126,16 +126,21 @@ def _act(request: Request, incident_id: str, action: str) -> Response:
 
 
 def _change(request: Request, incident_id: str, change: Change) -> Response:
-    c = t.incident.c
     with writing(engine_for(request)) as conn:
-        mine = (c.id == incident_id, c.tenant == t.DEFAULT_TENANT)
-        row = conn.execute(sa.select(t.incident).where(*mine).with_for_update()).first()
+        row = _locked(conn, incident_id)
         if row is None:
             raise not_found("incident", incident_id)
-        _apply(request, conn, dict(row._mapping), change, time.time())
+        _apply(request, conn, row, change, time.time())
         answer = JsonResponse(queries.incident(conn, incident_id))
     request.app.state.on_change()
     return answer
+
+
+def _locked(conn: sa.Connection, incident_id: str) -> dict[str, Any] | None:
+    """An incident, for as long as the transaction lasts."""
+    mine = (t.incident.c.id == incident_id, t.incident.c.tenant == t.DEFAULT_TENANT)
+    row = conn.execute(sa.select(t.incident).where(*mine).with_for_update()).mappings().first()
+    return None if row is None else dict(row)
 
 
 def _change_all(request: Request, cause_id: str, change: Change, *, every: bool = False) -> Response:
@@ -151,16 +156,25 @@ def _change_all(request: Request, cause_id: str, change: Change, *, every: bool 
 
 
 def _change_in(request: Request, engine: sa.Engine, cause_id: str, change: Change, every: bool) -> tuple[int, int]:
-    """The same to the incidents of a cause in one database; how many it has, and how many were changed."""
+    """The same to the incidents of a cause in one database; how many it has, and how many were changed.
+
+    A transaction each: detection locks incidents of a run as it comes to need them, and neither waits for the other with what the other
+    wants in hand.
+    """
     c = t.incident.c
-    with writing(engine) as conn:
-        of_cause = (c.tenant == t.DEFAULT_TENANT, c.cause_id == cause_id)
-        conn.execute(sa.select(c.id).where(*of_cause).order_by(c.id).with_for_update())  # detection locks in this order
-        rows = list(conn.execute(sa.select(t.incident).where(*of_cause).order_by(c.opened_at.desc(), c.id)).mappings())
-        # the newest in any case: a cause is fixed, or never was one, after everything of it was seen, too
-        asking = [r for i, r in enumerate(rows) if every or i == 0 or r["status"] != "resolved" or r["seen_at"] is None]
-        now = time.time()
-        return len(rows), sum([_apply(request, conn, dict(row), change, now) for row in asking])
+    of_cause = (c.tenant == t.DEFAULT_TENANT, c.cause_id == cause_id)
+    with engine.connect() as conn:
+        of_it = sa.select(c.id, c.status, c.seen_at).where(*of_cause).order_by(c.opened_at.desc(), c.id)
+        rows = conn.execute(of_it).all()
+    # the newest in any case: a cause is fixed, or never was one, after everything of it was seen, too
+    asking = [r.id for i, r in enumerate(rows) if every or i == 0 or r.status != "resolved" or r.seen_at is None]
+    num_changed = 0
+    for incident_id in asking:
+        with writing(engine) as conn:
+            row = _locked(conn, incident_id)
+            if row is not None:
+                num_changed += _apply(request, conn, row, change, time.time())
+    return len(rows), num_changed
 
 
 def _apply(request: Request, conn: sa.Connection, row: Row, change: Change, now: float) -> bool:

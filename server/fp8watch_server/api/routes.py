@@ -11,7 +11,7 @@ format=csv, and carry an ETag that changes with the data they are made from.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -24,14 +24,13 @@ from fp8watch_server.api import csv_answers
 from fp8watch_server.api import examples as examples
 from fp8watch_server.api.examples import answers
 from fp8watch_server.db import schema as t
-from fp8watch_server.http.databases import away_header, connect_everywhere, connect_for, shards_of
+from fp8watch_server.http.databases import away_header, connect_everywhere, connection_in_turn
 from fp8watch_server.http.errors import JsonResponse, Problem
 from fp8watch_server.store import checkpoints, etag, queries
 from fp8watch_server.store.over_databases import Page, merged_page
 from fp8watch_server.store.rows import IncidentRow, RunRow
 
 router = APIRouter(prefix="/api/v1", tags=["query"])
-health_router = APIRouter(tags=["operations"])
 
 Step = Annotated[int | None, Query(ge=0, le=queries.MAX_STEP)]
 FromStep = Annotated[int | None, Query(alias="from", ge=0, le=queries.MAX_STEP)]
@@ -54,12 +53,7 @@ Severity = Literal["", "info", "warning", "critical"] | None
 MAX_SITE_ID = (1 << 53) - 1
 
 
-def _connection(request: Request) -> Iterator[Connection]:
-    with connect_for(request) as conn:
-        yield conn
-
-
-Conn = Annotated[Connection, Depends(_connection)]
+Conn = Annotated[Connection, Depends(connection_in_turn)]
 
 
 @dataclass(frozen=True)
@@ -381,20 +375,3 @@ def get_run(conn: Conn, run_id: str) -> Response:
     if found is None:
         raise not_found("run", run_id)
     return JsonResponse(found)
-
-
-@health_router.get("/healthz")
-async def healthz() -> Response:
-    """The process answers."""
-    return JsonResponse({"status": "ok"})
-
-
-@health_router.get("/readyz")
-def readyz(request: Request) -> Response:
-    """The database answers, and is at the version of this collector; with a queue: that one takes batches."""
-    queue_ready = request.app.state.ingest.committer.queue_ready
-    if queue_ready is not None:  # batches are taken while the database is away
-        return JsonResponse({"status": "ready" if queue_ready else "the queue is away"}, 200 if queue_ready else 503)
-    with connect_for(request) as conn:
-        conn.execute(sa.select(t.run.c.run_id).limit(1)).first()
-    return JsonResponse({"status": "ready"}, headers=away_header(shards_of(request.app).away))

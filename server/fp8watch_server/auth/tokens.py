@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 import sqlalchemy as sa
+from anyio import CapacityLimiter, to_thread
 from sqlalchemy.engine import Engine
-from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -108,7 +108,8 @@ class Tokens:
             return known
         reading = self._reading
         if reading is None or reading.done() or reading.get_loop() is not asyncio.get_running_loop():
-            reading = self._reading = asyncio.ensure_future(run_in_threadpool(self._read))
+            own = CapacityLimiter(1)  # a thread that waits behind no question of anybody
+            reading = self._reading = asyncio.ensure_future(to_thread.run_sync(self._read, limiter=own))
         await asyncio.wait({reading}, timeout=FIRST_READ_S if known is None else READ_S)
         if reading.done() and reading.exception() is None:
             return reading.result()

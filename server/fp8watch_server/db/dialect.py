@@ -14,7 +14,6 @@ import math
 import os
 import struct
 import threading
-import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -31,16 +30,18 @@ from sqlalchemy.engine import URL, Connection, Engine, make_url
 from sqlalchemy.exc import ArgumentError, DataError, IntegrityError, NoSuchModuleError, OperationalError
 from sqlalchemy.types import TypeDecorator, TypeEngine, UserDefinedType
 
+from fp8watch_server.db.closing_pool import ClosingPool
 from fp8watch_server.db.fair_lock import FairLock
 
-LAST_ANSWERS_S = 5.0
-"""How long a collector that stops waits for queries whose clients have gone."""
 BUSY_TIMEOUT_S = 0.9
 """Wait for the write lock: under a second, because an agent is answered within one."""
 
 CONNECT_S, SILENT_S = 2, 3
 """How long a connection to PostgreSQL may take to open, and how long its other end may be silent: a host that is gone sends no
 word of it, and TCP alone waits for minutes, or for hours where nothing is under way."""
+
+NUM_CONNECTIONS = 16
+"""Of one pool to a PostgreSQL; db.pools has a second one for requests."""
 
 _WRITE_OPTION = "fp8watch_write"
 
@@ -190,7 +191,7 @@ def make_engine(database_url: str) -> Engine:
     url = parse_url(database_url)
     if url.get_backend_name() != "sqlite":
         try:
-            return _postgresql(url)
+            return postgresql_engine(url)
         except (ModuleNotFoundError, NoSuchModuleError) as e:
             raise DatabaseUrlError(
                 f"database URL {url.render_as_string()!r} needs a driver that is not here ({e}); "
@@ -207,6 +208,7 @@ def make_engine(database_url: str) -> Engine:
     engine = sa.create_engine(
         url,
         connect_args={"timeout": BUSY_TIMEOUT_S, "check_same_thread": False},
+        poolclass=ClosingPool,
         pool_timeout=BUSY_TIMEOUT_S * 5,
         pool_size=8,
         max_overflow=48,
@@ -223,19 +225,6 @@ def make_private(file: Path) -> None:
         OSError: it is there already, or cannot be made.
     """
     os.close(os.open(file, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600))
-
-
-def close(engine: Engine, within_s: float = LAST_ANSWERS_S) -> None:
-    """Close all connections of an engine that nobody asks any more.
-
-    A query whose client has gone is answered in its thread all the same, and what comes back to a pool that was disposed of is
-    never closed: this waits until all have come back, `within_s` at most.
-    """
-    pool = engine.pool
-    deadline = time.monotonic() + within_s
-    while isinstance(pool, sa.QueuePool) and pool.checkedout() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    engine.dispose()
 
 
 @contextmanager
@@ -255,7 +244,8 @@ def engine_of(database_url: str, must_exist: bool = False) -> Iterator[Engine]:
         engine.dispose()
 
 
-def _postgresql(url: URL) -> Engine:
+def postgresql_engine(url: URL, *, pool_timeout_s: float = BUSY_TIMEOUT_S) -> Engine:
+    """An engine with a pool of NUM_CONNECTIONS, each of which is waited for as long as `pool_timeout_s`."""
     from psycopg.adapt import Buffer, Dumper
     from psycopg.pq import Format
 
@@ -269,10 +259,11 @@ def _postgresql(url: URL) -> Engine:
     # a reader runs several queries that must see one snapshot; writers see what others commit
     engine = sa.create_engine(
         _impatient(url),
+        poolclass=ClosingPool,
         pool_pre_ping=True,
-        pool_timeout=BUSY_TIMEOUT_S,
-        pool_size=8,
-        max_overflow=8,
+        pool_timeout=pool_timeout_s,
+        pool_size=NUM_CONNECTIONS // 2,
+        max_overflow=NUM_CONNECTIONS - NUM_CONNECTIONS // 2,
         isolation_level="REPEATABLE READ",
     )
 

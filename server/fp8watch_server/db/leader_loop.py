@@ -4,7 +4,7 @@ Shapes:     work() -> how long to rest
 Thread:     its own
 
 Only `stop` ends it: it waits for an unreachable database and retries after any other error. Cached database state is
-dropped then, and while another collector leads.
+dropped then, and while another collector leads; not where no connection was free, which says nothing of the database.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
 from fp8watch_server.db.leader import Leader
 
@@ -38,7 +39,7 @@ class LeaderLoop:
         name: of the thread.
         what: it does, for the log.
         leader: whose turn it is.
-        work: one round; says how long to rest.
+        work: one round; says how long to rest. After a PoolTimeoutError it has dropped what it was about.
         log: logger for failed rounds.
         forget: drop what is remembered of the database.
         retry_s: the pause after trouble.
@@ -104,6 +105,10 @@ class LeaderLoop:
                 return self._work()
             self._forget()
             return Pause(IDLE_S, wakes=False)
+        except PoolTimeoutError:  # others of this process have all connections: what is remembered still holds
+            self._log.warning("%s found no connection free; trying again", self._what)
+            self.num_failures += 1
+            return Pause(self._retry_s, wakes=False)
         except SQLAlchemyError as e:
             self._log.warning("%s waits for the database: %s", self._what, str(e).splitlines()[0])
         except Exception:  # noqa: BLE001  nothing may end the thread

@@ -116,7 +116,7 @@ session = sa.Table(
     *run_key(),
     sa.Column("session", sa.Text, primary_key=True),
     sa.Column("rank", sa.Integer, nullable=False),
-    sa.Column("attempt", sa.Integer, nullable=False),  # order of the sessions of this rank, from 1
+    sa.Column("attempt", sa.Integer, nullable=False),  # from 1; each has one session of a rank at most
     sa.Column("world_size", sa.Integer, nullable=False),
     sa.Column("mesh", Json, nullable=False),
     sa.Column("host", sa.Text, nullable=False),

@@ -26,6 +26,7 @@ from fp8watch_server.db import migrations
 from fp8watch_server.db import schema as t
 from fp8watch_server.db.dialect import CONNECT_S, make_engine
 from fp8watch_server.db.directory import HOME, Directory, ShardMixedUp, claim_shard, order_of
+from fp8watch_server.db.pools import for_requests
 
 log = logging.getLogger("fp8watch.shards")
 
@@ -224,16 +225,16 @@ class Shards:
 
     @contextmanager
     def connections(self) -> Iterator[Everywhere]:
-        """A connection to each database that answers.
+        """A connection of requests to each database that answers.
 
         Raises:
             SQLAlchemyError: home does not.
         """
         with ExitStack() as stack:
-            conns, away = [stack.enter_context(self.home.connect())], []
+            conns, away = [stack.enter_context(for_requests(self.home).connect())], []
             for name, shard in self.others.items():
                 try:
-                    conns.append(stack.enter_context(self.named(name).connect()))
+                    conns.append(stack.enter_context(for_requests(self.named(name)).connect()))
                 except SQLAlchemyError:
                     away.append(shard.name)
             yield Everywhere(tuple(conns), tuple(away))

@@ -47,7 +47,7 @@ def close_quiet(
             t.c.status != "resolved",
             t.c.last_step <= current_step - after_clean_steps * stride,
         )
-        .order_by(t.c.id)  # everybody locks in this order
+        .order_by(t.c.id)
         .with_for_update(key_share=True)
     )
     changes = []

@@ -30,7 +30,7 @@ from fp8watch_server.incidents.explain import Explanation, explain
 from fp8watch_server.incidents.match import UNEXPLAINED, Open, covering, explained_by, root_of, target_of
 from fp8watch_server.incidents.messages import write_escalated, write_firing, write_rejudged
 from fp8watch_server.incidents.rows import IncidentChange, change_of, key_of, write_event
-from fp8watch_server.incidents.stored import load, note_regression, was_resolved
+from fp8watch_server.incidents.stored import load, note_regression, resolved_near, was_resolved
 
 __all__ = ["IncidentChange", "close_quiet", "fold"]
 
@@ -76,8 +76,7 @@ def fold(
     """
     if not findings:
         return []
-    status = schema.incident.c.status
-    incidents = load(conn, run_id, tenant, attempt, status != "resolved")
+    incidents = load(conn, run_id, tenant, attempt, schema.incident.c.status != "resolved")
     closed: list[Open] | None = None
     for finding in sorted(findings, key=lambda f: (f.step, f.rank_in_flow)):
         target = target_of(incidents, finding, window_steps, sites, after_clean_steps)
@@ -91,7 +90,7 @@ def fold(
             if finding.extra.get("consequence") and was_resolved(conn, run_id, tenant, attempt, finding):
                 continue  # resolved by hand: its consequences open nothing
             if closed is None:
-                closed = load(conn, run_id, tenant, attempt, status == "resolved")
+                closed = load(conn, run_id, tenant, attempt, resolved_near(findings, window_steps))
             as_bad = [i for i in closed if not _grew_worse(i.told_severity, finding.severity)]
             # what is worse than was told is a page of its own, which ends
             if late := covering(as_bad, finding, window_steps, sites):

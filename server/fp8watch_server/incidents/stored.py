@@ -6,6 +6,9 @@ Thread:     detect worker, inside one write transaction
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import sqlalchemy as sa
 
 from fp8watch_server.db import schema
@@ -14,27 +17,27 @@ from fp8watch_server.incidents.match import Open
 
 
 def load(conn: sa.Connection, run_id: str, tenant: str, attempt: int, status: sa.ColumnElement[bool]) -> list[Open]:
-    """Incidents of an attempt that `status` selects, the earliest first."""
+    """Incidents of an attempt that `status` selects, the earliest first; locked until the transaction ends."""
     t, e = schema.incident, schema.incident_event
     rows = conn.execute(
         sa.select(t)
         .where(t.c.run_id == run_id, t.c.tenant == tenant, t.c.attempt == attempt, status)
-        .order_by(t.c.id)  # everybody locks in this order
+        .order_by(t.c.id)
         .with_for_update(key_share=True)  # what people do meanwhile comes after
     )
+    found = sorted(rows.mappings(), key=lambda row: row["first_step"])
+    told: dict[str, list[Any]] = {row["id"]: [] for row in found}
+    columns = sa.select(e.c.incident_id, e.c.kind, e.c.detail, e.c.step)
+    of_run = (e.c.run_id == run_id, e.c.tenant == tenant)
+    theirs = columns.where(*of_run, e.c.incident_id.in_(list(told))).order_by(e.c.seq)
+    for incident_id, *event in conn.execute(theirs) if told else ():
+        told[incident_id].append(event)
     out = []
-    for row in sorted(rows.mappings(), key=lambda row: row["first_step"]):
-        events = list(
-            conn.execute(
-                sa.select(e.c.kind, e.c.detail, e.c.step)
-                .where(e.c.run_id == run_id, e.c.tenant == tenant, e.c.incident_id == row["id"])
-                .order_by(e.c.seq)
-            )
-        )
+    for row in found:
+        events = told[row["id"]]
         details = [detail for _, detail, _ in events]
         roots = [detail for detail in details if "flow" in detail]
         root = roots[-1] if roots else {}
-        told = row["mode"], row["verdict"]
         out.append(
             Open(
                 row=dict(row),
@@ -44,7 +47,7 @@ def load(conn: sa.Connection, run_id: str, tenant: str, attempt: int, status: sa
                 kind=str(root.get("kind", "")),
                 topic=root.get("topic"),
                 earliest=root.get("earliest"),
-                was_told=told,
+                was_told=(row["mode"], row["verdict"]),
                 opened=next((step for kind, _, step in events if kind == "opened"), None),
                 stride=max((int(detail.get("stride", 1)) for detail in details), default=1),
                 muted=frozenset(detail["muted"] for detail in details if "muted" in detail),
@@ -55,6 +58,15 @@ def load(conn: sa.Connection, run_id: str, tenant: str, attempt: int, status: sa
             )
         )
     return out
+
+
+def resolved_near(findings: Sequence[Finding], window_steps: int) -> sa.ColumnElement[bool]:
+    """Selects the resolved incidents of which one may cover (`match.covering`) one of these findings: of its mode, and near its step."""
+    t, steps = schema.incident.c, [finding.step for finding in findings]
+    window = window_steps * max(int(finding.extra.get("stride", 1)) for finding in findings)
+    of_mode = t.mode.in_({finding.mode for finding in findings})
+    near = (t.first_step <= max(steps) + window, t.last_step >= min(steps) - window)
+    return sa.and_(t.status == "resolved", of_mode, *near)
 
 
 def was_resolved(conn: sa.Connection, run_id: str, tenant: str, attempt: int, finding: Finding) -> bool:

@@ -11,10 +11,46 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from sqlalchemy.exc import SQLAlchemyError
+from starlette.requests import ClientDisconnect
 
 from fp8watch_server.http.errors import Problem
 
 COMMIT_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+
+
+OUTCOMES: tuple[str, ...] = (
+    "accepted",
+    "refused",
+    "conflict",
+    "forbidden",
+    "too_large",
+    "unregistered",
+    "overload",
+    "quota",
+)
+OUTCOMES += ("cut_short", "unavailable", "failed")
+_OF_STATUS = {
+    **dict.fromkeys((400, 415, 422), "refused"),
+    403: "forbidden",
+    409: "conflict",
+    413: "too_large",
+    424: "unregistered",
+    429: "overload",
+    503: "unavailable",
+}
+
+
+def outcome_of(e: Problem) -> str:
+    """What becomes of a body with this answer, by what agents do with it (`fp8watch_agent.transport.judge`).
+
+    `refused` is given up, a `conflict` sent again under another key, what is `too_large` in halves, `forbidden` held back until a person
+    changes something, and the rest sent again as it is.
+    """
+    if str(e.extra.get("error", "")).startswith("quota-"):
+        return "quota"
+    if isinstance(e.__cause__, ClientDisconnect):  # there is nobody whom the answer reaches
+        return "cut_short"
+    return _OF_STATUS.get(e.status, "failed")
 
 
 class SecondsHistogram:
@@ -73,9 +109,7 @@ class IngestStats:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.outcomes: dict[str, int] = dict.fromkeys(
-            ("accepted", "refused", "conflict", "unregistered", "overload", "unavailable", "failed"), 0
-        )
+        self.outcomes: dict[str, int] = dict.fromkeys(OUTCOMES, 0)
         self.num_bytes = 0
         self.inflight_bytes = 0
         self.commit_seconds = SecondsHistogram()
@@ -96,9 +130,7 @@ class IngestStats:
         try:
             yield outcome
         except Problem as e:
-            outcome.name = {409: "conflict", 424: "unregistered", 429: "overload", 503: "unavailable"}.get(
-                e.status, "refused"
-            )
+            outcome.name = outcome_of(e)
             raise
         except SQLAlchemyError:
             outcome.name = "unavailable"

@@ -23,6 +23,7 @@ from fastapi.responses import StreamingResponse
 from sqlalchemy import Connection
 
 from fp8watch_server.db import schema as t
+from fp8watch_server.db.pools import for_requests
 from fp8watch_server.db.shards import Shards
 from fp8watch_server.http.databases import shards_of
 from fp8watch_server.pages.formatting import segment
@@ -121,7 +122,7 @@ class Live:
         if topic.run or topic.incident:
             shards = self._shards
             engine = shards.of_run(topic.run) if topic.run else shards.of_incident(topic.incident)
-            with engine.connect() as conn:
+            with for_requests(engine).connect() as conn:
                 return version(conn, topic)
         with self._shards.connections() as everywhere:
             return version_of_all(everywhere.conns)

@@ -23,7 +23,7 @@ from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection, Engine
-from sqlalchemy.exc import DataError, DBAPIError, IntegrityError, InterfaceError, OperationalError
+from sqlalchemy.exc import DataError, DBAPIError, IntegrityError, InterfaceError, OperationalError, SQLAlchemyError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
 from fp8watch_agent.wire import Batch, WireError
@@ -39,7 +39,7 @@ from fp8watch_server.pipeline.detection import Detection as Detection
 from fp8watch_server.pipeline.priority import PriorityLane, Run
 from fp8watch_server.pipeline.run_engines import RunEngines, Running
 from fp8watch_server.store import hot_batches
-from fp8watch_server.store.pending import BATCHES_AT_ONCE, Overtaken, mark, pending, urgent_runs
+from fp8watch_server.store.pending import BATCHES_AT_ONCE, Overtaken, mark, pending, urgent_runs, waiting_runs
 from fp8watch_server.store.totals import add_totals
 
 log = logging.getLogger("fp8watch.detect")
@@ -127,13 +127,18 @@ class DetectWorker:
         began = time.monotonic()
         self._planner.renew()
         taken = self.drain()
+        if not taken or time.monotonic() - self._ticked_at >= IDLE_S:
+            self.tick(but={*self._taken_to, *self._waiting()})
         if taken >= BATCHES_AT_ONCE:
             return Pause(0.0, wakes=False)
-        if not taken or time.monotonic() - self._ticked_at >= IDLE_S:
-            self.tick(but=self._taken_to)
         if taken:
             return Pause(min(MAX_PACE_S, max(PACE_S, REST_SHARE * (time.monotonic() - began))), wakes=False)
         return Pause(IDLE_S)
+
+    def _waiting(self) -> Collection[Run]:
+        """Runs of which batches wait: by their clocks those would be late that are here."""
+        with self._db.connect() as conn:
+            return waiting_runs(conn)
 
     def _forget(self) -> None:
         self._engines.clear()
@@ -191,7 +196,7 @@ class DetectWorker:
         return num
 
     def tick(self, but: Collection[Run] = ()) -> None:
-        """Advance the clocks of all engines, but of the runs whose batches have just come."""
+        """Advance the clocks of all engines, but of runs whose batches have just come, or wait."""
         self._ticked_at = time.monotonic()
         for key, running in self._engines.items():
             if key in but:
@@ -204,10 +209,10 @@ class DetectWorker:
                     settled, stride = running.engine.delivered_step, running.engine.stride
                     idle = _Judged(_Idle(engine_restore.newest_attempt(conn, *key)), None, findings, settled, stride)
                     changed = self._write_incidents(conn, key, [idle], running)
-            except DBAPIError as e:
-                if not lost_its_run(e) and not isinstance(e, DataError):
+            except SQLAlchemyError as e:
+                self._engines.drop(key)  # it says what it has found once
+                if not isinstance(e, DBAPIError) or (not lost_its_run(e) and not isinstance(e, DataError)):
                     raise
-                self._engines.drop(key)
                 continue
             if changed:
                 self._on_change()
@@ -220,6 +225,7 @@ class DetectWorker:
             num, judged = self._judge(key, rows, give_way)
             changed = self._commit(key, judged)
         except (OperationalError, InterfaceError, PoolTimeoutError):
+            self._engines.drop(key)  # it may have seen uncommitted batches
             raise  # a database problem: retried later
         except Overtaken:
             log.warning("another collector looks at run %r as well; beginning again", key[0])

@@ -47,6 +47,13 @@ def pending(conn: Connection, of_run: Run | None = None) -> Sequence[Any]:
     return conn.execute(joined.order_by(waiting.c.since, b.run_id, b.tenant, b.arrival)).all()
 
 
+def waiting_runs(conn: Connection) -> Sequence[Run]:
+    """Runs of which any batch waits."""
+    b = t.hot_batch.c
+    rows = conn.execute(sa.select(b.run_id, b.tenant).where(b.detected == t.BATCH_PENDING).distinct())
+    return [(row.run_id, row.tenant) for row in rows]
+
+
 def urgent_runs(conn: Connection) -> Sequence[Run]:
     """Runs in which a batch waits that is to be taken first, by the oldest of them, however much waits before it."""
     b = t.hot_batch.c

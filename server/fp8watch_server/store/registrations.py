@@ -28,6 +28,8 @@ SEEN_S = 5.0
 """How far behind the time may be at which a run was last seen, so that its ranks do not queue for its row."""
 ASKED_OF_ATTEMPT = 8
 """Sessions of an attempt that are asked for its count of restarts: a launcher gives all of them the same."""
+OVER_AFTER_S = 300.0
+"""An attempt that has been silent for so long, and begun so long before a new session, is over."""
 MAX_TAGS = 50
 MAX_TAG_CHARS = 100
 
@@ -142,7 +144,7 @@ def register_session(
     tenant: str = t.DEFAULT_TENANT,
     alone: bool = False,
 ) -> int:
-    """Insert or update a session. Its attempt is the order in which the sessions of its rank first came.
+    """Insert or update a session, and find out its attempt.
 
     Args:
         alone: no other session of the run registers meanwhile. Without it, two of one rank that come at the same moment raise
@@ -171,7 +173,7 @@ def register_session(
     if known is not None and known.rank != facts.rank:
         raise RankMismatch(facts.rank, known.rank)
     if known is None:
-        attempt = _attempt(conn, of_run, facts, int(run.attempt))
+        attempt = _attempt(conn, of_run, facts, int(run.attempt), now)
     else:
         attempt = int(known.attempt)
     row = {"run_id": run_id, "tenant": tenant, "attempt": attempt, "registered_at": now, "last_seen_at": now}
@@ -185,23 +187,45 @@ def register_session(
     return attempt
 
 
-def _attempt(conn: Connection, of_run: tuple[Any, ...], facts: StoredSession, of_all: int) -> int:
+def _attempt(conn: Connection, of_run: tuple[Any, ...], facts: StoredSession, of_all: int, now: float) -> int:
     """Attempt number of a new session.
 
     When the launcher counts its restarts (`restart_count`, TORCHELASTIC_RESTART_COUNT), the sessions of one count are
-    one attempt, even of ranks that are new. Else it is the order of the sessions of the rank.
+    one attempt, even of ranks that are new. Else it is the order of the sessions of the rank, and of one that has missed
+    attempts the one that it began with.
 
     Args:
         of_all: the newest attempt of the run; 1 where there is no session yet.
     """
     s, count = t.session.c, facts.facts.get(RESTART_COUNT)
-    newest = conn.execute(sa.select(sa.func.max(s.attempt)).where(*of_run, s.rank == facts.rank)).scalar()
+    newest = int(conn.execute(sa.select(sa.func.max(s.attempt)).where(*of_run, s.rank == facts.rank)).scalar() or 0)
+    if newest >= of_all:
+        return of_all + 1
     if count is None:
-        return int(newest or 0) + 1
+        return _begun_with(conn, of_run, facts.started_at, newest, of_all, now)
     some = sa.select(s.facts).where(*of_run, s.attempt == of_all).limit(ASKED_OF_ATTEMPT)
     others = conn.execute(some).scalars().all()
     together = not others or any(other.get(RESTART_COUNT) == count for other in others)
-    return of_all if together and int(newest or 0) < of_all else of_all + 1
+    return of_all if together else of_all + 1
+
+
+def _begun_with(
+    conn: Connection, of_run: tuple[Any, ...], started_at: float | None, after: int, of_all: int, now: float
+) -> int:
+    """The attempt `after` that of its rank in which a session began nearest to this one: the rank was not in those between, or is told
+    of later. The next one, where the newest is over: silent for long, and begun long before, each by one clock.
+    """
+    s = t.session.c
+    newest = sa.select(s.rank).where(*of_run, s.attempt == of_all).limit(1)
+    if started_at is None or conn.execute(newest).first() is None:
+        return of_all
+    goes_on = sa.or_(s.last_seen_at >= now - OVER_AFTER_S, s.started_at >= started_at - OVER_AFTER_S)
+    if conn.execute(newest.where(goes_on)).first() is None:
+        return of_all + 1
+    nearest = (sa.func.abs(s.started_at - started_at), s.attempt.desc())
+    begun = sa.select(s.attempt).where(*of_run, s.attempt > after, s.started_at.is_not(None)).order_by(*nearest)
+    found = of_all if of_all == after + 1 else conn.execute(begun.limit(1)).scalar()
+    return int(found or of_all)
 
 
 def unregistered_sites(
