@@ -49,7 +49,7 @@ def failed(client: httpx.Client, signal: str) -> float:
     return seen_on_the_page(client)[f"fp8watch_otlp_exports_total{[('outcome', 'failed'), ('signal', signal)]}"]
 
 
-def until(done: Callable[[], Any], timeout_s: float = 12.0) -> None:
+def until(done: Callable[[], Any], timeout_s: float = 40.0) -> None:
     end = time.monotonic() + timeout_s
     while not done():
         assert time.monotonic() < end
