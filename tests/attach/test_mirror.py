@@ -81,7 +81,7 @@ def test_what_broke_is_told_at_once(attach, mlp, train):
     with torch.no_grad():
         mlp.up.weight[3, 5] = float("nan")
     train(mlp, steps=1)
-    until = time.monotonic() + 5
+    until = time.monotonic() + 30
     while not seen and time.monotonic() < until:
         time.sleep(0.05)
     assert seen[0][0] == 2

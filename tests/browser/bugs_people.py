@@ -194,6 +194,13 @@ BUGS = [
         f"{T}/test_run_list.py::test_what_helped_against_a_cause_is_found_without_reading_every_run",
     ),
     Bug(
+        "a page of runs is cut by the database",
+        "store.run_list:find_over",
+        "query.limit(PAGE_RUNS).offset((page - 1) * PAGE_RUNS))]",
+        "query)][(page - 1) * PAGE_RUNS : page * PAGE_RUNS]",
+        f"{T}/test_run_list.py::test_ten_thousand_runs_and_five_thousand_incidents_are_quick",
+    ),
+    Bug(
         "a run in which the place was not looked at proves nothing",
         "pages.what_helped:_proof",
         "sa.exists().where(*looked)",

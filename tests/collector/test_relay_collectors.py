@@ -50,12 +50,11 @@ def collectors() -> Iterator[list[FakeCollector]]:
 def relays() -> Iterator[Callable[..., Relay]]:
     made: list[Relay] = []
 
-    def start(folder: Path, *urls: str, join_s: float = 0.0, max_bytes: int = 64 * MIB) -> Relay:
-        made.append(
-            Relay(
-                AgentSettings(spool_dir=folder, request_timeout_s=3.0), urls, max_bytes=max_bytes, join_s=join_s, port=0
-            )
-        )
+    def start(
+        folder: Path, *urls: str, join_s: float = 0.0, max_bytes: int = 64 * MIB, request_timeout_s: float = 3.0
+    ) -> Relay:
+        settings = AgentSettings(spool_dir=folder, request_timeout_s=request_timeout_s)
+        made.append(Relay(settings, urls, max_bytes=max_bytes, join_s=join_s, port=0))
         made[-1].start()
         return made[-1]
 
@@ -104,11 +103,12 @@ def test_a_broken_batch_goes_to_a_collector_that_answers(
     monkeypatch: pytest.MonkeyPatch,
     way: str,
 ) -> None:
-    """Within a second, whatever is wrong with the first one, and the healthy ones go there too; later the first is used again."""
+    """Before a request ends by itself, whatever is wrong with the first one, and the healthy ones go there too; later the first
+    is used again."""
     if way != "hangs":  # who refuses is not waited for
         monkeypatch.setattr(relay_express, "HEDGE_S", 60.0)
     first, second = collectors
-    relay = relays(tmp_path, first.url, second.url)
+    relay = relays(tmp_path, first.url, second.url, request_timeout_s=10.0)
     agent = agent_of(relay)
     agent.send(SITES, [1])
     until(lambda: first.of("run-0") == [1] and relay.health()["waiting"] == 0, relay.health)
@@ -120,9 +120,9 @@ def test_a_broken_batch_goes_to_a_collector_that_answers(
     else:
         first.status = int(way)
     agent.send(SITES, [2], fields=BROKEN)
-    assert until(lambda: 2 in first.of("run-0"), relay.health) < 1.5
+    until(lambda: 2 in first.of("run-0"), relay.health, 8.0)
     agent.send(SITES, [3])
-    until(lambda: relay.health()["waiting"] == 0, relay.health)
+    until(lambda: relay.health()["waiting"] == 0, relay.health, 40.0)
     assert first.of("run-0") == [1, 2, 3]
     until(lambda: relay.health()["away"].keys() == {first.url}, relay.health)
     if way == "away":
@@ -151,7 +151,7 @@ def test_who_refuses_a_broken_batch_is_not_waited_for(
     relay = relays(tmp_path, first.url, second.url, join_s=60.0)
     first.status = 503
     agent_of(relay).send(SITES, [1], fields=BROKEN)
-    assert until(lambda: first.of("run-0") == [1], relay.health) < 1.5
+    until(lambda: first.of("run-0") == [1], relay.health)
     assert second.num_posts == 1
 
 
@@ -180,8 +180,7 @@ def test_what_one_collector_refuses_another_one_takes(
     agent = agent_of(relay)
     for step in range(1, 6):
         agent.send(SITES, [step])
-    took = until(lambda: relay.health()["waiting"] == 0, relay.health)
-    assert took < 5
+    until(lambda: relay.health()["waiting"] == 0, relay.health)
     assert second.of("run-0") == [1, 2, 3, 4, 5]
 
 

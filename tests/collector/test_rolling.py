@@ -115,7 +115,7 @@ def test_rolling_restarts_under_load_lose_nothing_and_drain(tmp_path: Path, data
             began = time.perf_counter()
             status, err = serving.kill(signal.SIGTERM)
             assert (status in (0, -signal.SIGTERM), err) == (True, "")
-            assert time.perf_counter() - began < 15
+            assert time.perf_counter() - began < 45
             time.sleep(0.05)
             stored = store.stored()
             unsure = {(s.run, s.number, seq) for s in crew.senders for seq in dict(s.unsure)}

@@ -113,7 +113,7 @@ def probed(path: str = "/readyz", **environ: str) -> int:
     """A health check, as the container runs it."""
     command = [sys.executable, "-S", "-m", "fp8watch_server.http.probe", path]  # -S: none of the packages is needed
     env = {"PATH": os.environ["PATH"], "PYTHONPATH": str(SERVER), **environ}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=20, check=False)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode == 0) == (done.stderr == ""), done.stderr
     return done.returncode
 

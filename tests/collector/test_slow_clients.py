@@ -28,8 +28,8 @@ from fp8watch_server.http.server import Server, limits_within
 
 SITE = make_site()
 QUICK = ConnectionLimits(header_s=0.5, idle_s=0.5, linger_s=0.3)
-SOON_S = 5.0
-"""Five times what is promised of /healthz: the machine may be busy. What this is about takes minutes, or does not end."""
+SOON_S = 30.0
+"""Thirty times what is promised of /healthz: the machine may be busy. What this is about takes minutes, or does not end."""
 NUM_DESCRIPTORS = 256
 NUM_ENDLESS = 200
 
@@ -300,7 +300,7 @@ def assert_held_sockets_harm_nobody(serving: Serving, num: int, request: bytes =
                     assert answer.status_code == 200, answer.text
                     time.sleep(0.1)
             watch.assert_unharmed()
-            until = time.monotonic() + 30
+            until = time.monotonic() + 90
             while num_alive(held):
                 assert time.monotonic() < until, f"{num_alive(held)} of {num} are alive"
                 time.sleep(0.1)

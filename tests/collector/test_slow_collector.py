@@ -40,6 +40,12 @@ def shorter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(db_timeout, "WITHOUT_PROGRESS_S", 0.3)
 
 
+@pytest.fixture
+def crowded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where many want a core a thread that works gets less of it."""
+    monkeypatch.setattr(db_timeout, "WORKED_S", 0.001)
+
+
 @contextmanager
 def throttled(pid: int, share: float, period_s: float = 0.3) -> Iterator[None]:
     """A process that runs for a share of the time, as in a container with a limit."""
@@ -129,11 +135,13 @@ def test_a_slow_database_is_waited_for_while_it_gets_something_done(
 
 
 def test_a_database_that_gets_nothing_done_is_not_waited_for(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
-    slowly(monkeypatch, registrations, "register_sites", lambda: time.sleep(4 * db_timeout.WITHOUT_PROGRESS_S))
-    began = time.monotonic()
-    answer = agent.register_sites(SITES[:1])
+    over = threading.Event()
+    slowly(monkeypatch, registrations, "register_sites", lambda: over.wait(5))  # less than anybody is let wait
+    try:
+        answer = agent.register_sites(SITES[:1])
+    finally:
+        over.set()
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
-    assert time.monotonic() - began < 3 * db_timeout.WITHOUT_PROGRESS_S
 
 
 def test_a_thread_that_worked_for_others_has_done_nothing_yet() -> None:
@@ -150,11 +158,13 @@ def test_a_thread_that_worked_for_others_has_done_nothing_yet() -> None:
     assert read_s[0] < db_timeout.WORKED_S
 
 
+@pytest.mark.usefixtures("crowded")
 def test_work_on_a_registration_is_not_the_database(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
     slowly(monkeypatch, sites, "decode", work)
     assert agent.register_sites(SITES[:1]).status_code == 200
 
 
+@pytest.mark.usefixtures("crowded")
 def test_to_decode_a_batch_is_not_the_database(app: Any, agent: Agent) -> None:
     agent.register_sites(SITES[:1])
     taker = app.state.ingest.committer

@@ -45,7 +45,7 @@ def longest_hold_s(folder: Path, num_steps: int) -> float:
                 longest = max(longest, time.clock_gettime(clock) - began)
     finally:
         sys.setswitchinterval(before)
-    recorder.close(0.5)
+    recorder.close(30.0)  # as soon as all lies on disk
     assert recorder.health().records.spooled == SITES * num_steps
     return longest
 

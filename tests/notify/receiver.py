@@ -61,7 +61,7 @@ class Receiver:
                     receiver.got.append(Got(self.path, dict(self.headers), raw, time.monotonic(), answer[0]))
                     receiver._arrived.notify_all()
                 if receiver.hold is not None:
-                    receiver.hold.wait(20)
+                    receiver.hold.wait(30)
                 if receiver.delay_s:
                     time.sleep(receiver.delay_s)
                 if not answer[0]:
@@ -88,7 +88,7 @@ class Receiver:
     def url(self) -> str:
         return f"http://127.0.0.1:{self._server.server_port}/services/T0/B0/secret"
 
-    def wait_for(self, num: int, timeout_s: float = 10.0) -> list[Got]:
+    def wait_for(self, num: int, timeout_s: float = 30.0) -> list[Got]:
         with self._arrived:
             assert self._arrived.wait_for(lambda: len(self.got) >= num, timeout_s), f"{len(self.got)} of {num} came"
         return self.got
@@ -145,7 +145,7 @@ class Outbox:
             got = conn.execute(sa.select(schema.outbox).order_by(schema.outbox.c.created_at))
             return [dict(r) for r in got.mappings()]
 
-    def wait_for(self, states: list[str], timeout_s: float = 10.0) -> list[dict[str, Any]]:
+    def wait_for(self, states: list[str], timeout_s: float = 30.0) -> list[dict[str, Any]]:
         """Until the rows are in these states; a row settles shortly after the receiver has answered."""
         deadline = time.monotonic() + timeout_s
         while (got := sorted(r["state"] for r in self.rows)) != sorted(states):

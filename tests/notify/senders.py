@@ -21,7 +21,7 @@ from fp8watch_server.notify.channels.webhook import WebhookChannel
 from fp8watch_server.notify.outbox import Dispatcher
 from fp8watch_server.notify.safe_http import Target
 from fp8watch_server.db.dialect import make_engine
-d = Dispatcher(make_engine(sys.argv[1]), [WebhookChannel(Target(sys.argv[2], from_operator=True))], poll_s=0.02)
+d = Dispatcher(make_engine(sys.argv[1]), [WebhookChannel(Target(sys.argv[2], from_operator=True))], poll_s=0.02, lease_s=600)
 d.start()
 sys.stdin.read()
 """

@@ -119,10 +119,9 @@ def test_a_receiver_that_never_ends_is_left(receiver_of: Receivers, monkeypatch:
     monkeypatch.setattr(egress, "TOTAL_S", 0.3)
     receiver = receiver_of()
     receiver.hold = threading.Event()
-    began = time.monotonic()
+    patient = f"{address(receiver)}?cto=60&rto=60"  # of itself it would wait until the answer comes
     with pytest.raises(Unreachable, match="no answer in time"):
-        AppriseChannel(address(receiver)).send(payload(), "firing", "key", 0.0)
-    assert time.monotonic() - began < 3.5  # its own limit is four seconds
+        AppriseChannel(patient).send(payload(), "firing", "key", 0.0)
 
 
 def test_a_connection_inside_is_refused_before_it_is_made_and_only_while_it_is_watched() -> None:

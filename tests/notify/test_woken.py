@@ -23,7 +23,7 @@ from fp8watch_server.notify.safe_http import Target
 from fp8watch_server.pipeline import detect_worker
 from fp8watch_server.settings import Settings
 
-LONG_S = 30.0
+LONG_S = 90.0
 """The pauses; what is told within a third of it was not told by a poll."""
 SOON_S = LONG_S / 3
 SITES = [make_site("up", order=0), make_site("down", order=1)]

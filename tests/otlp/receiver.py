@@ -78,7 +78,7 @@ class OtlpReceiver:
     def url(self) -> str:
         return f"http://127.0.0.1:{self._server.server_address[1]}{self.prefix}"
 
-    def wait_for(self, path: str, enough: Callable[[list[Got]], bool] = bool, timeout_s: float = 15.0) -> list[Got]:
+    def wait_for(self, path: str, enough: Callable[[list[Got]], bool] = bool, timeout_s: float = 40.0) -> list[Got]:
         """What came to a path, once it is enough."""
         until = time.monotonic() + timeout_s
         with self._arrived:

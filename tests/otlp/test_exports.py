@@ -49,7 +49,7 @@ def failed(client: httpx.Client, signal: str) -> float:
     return seen_on_the_page(client)[f"fp8watch_otlp_exports_total{[('outcome', 'failed'), ('signal', signal)]}"]
 
 
-def until(done: Callable[[], Any], timeout_s: float = 12.0) -> None:
+def until(done: Callable[[], Any], timeout_s: float = 40.0) -> None:
     end = time.monotonic() + timeout_s
     while not done():
         assert time.monotonic() < end
@@ -110,7 +110,11 @@ def test_an_incident_is_a_log_record_with_its_place_cause_and_address(
     assert abs(record.time_unix_nano / 1e9 - incident["opened_at"]) < 1e-3
 
 
-def test_ingest_waits_for_no_receiver(collector: Callable[..., httpx.Client], receiver: OtlpReceiver) -> None:
+def test_ingest_waits_for_no_receiver(
+    collector: Callable[..., httpx.Client], receiver: OtlpReceiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever waited for it would wait for half a minute, and the client has no more than twenty seconds of patience."""
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "30")
     receiver.hold = threading.Event()
     client = collector(otlp_endpoint=receiver.url, **FAST)
     agent = Agent(client).register([SITE])
@@ -118,9 +122,7 @@ def test_ingest_waits_for_no_receiver(collector: Callable[..., httpx.Client], re
     receiver.wait_for("/v1/metrics")
     receiver.wait_for("/v1/logs")
     for step in range(10, 20):
-        began = time.monotonic()
         agent.send([SITE], [step])
-        assert time.monotonic() - began < 5
     assert client.get("/metrics").status_code == 200
     assert len([got for got in receiver.got if got.path == "/v1/metrics"]) == 1, "one export at a time"
 

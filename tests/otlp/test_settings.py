@@ -139,7 +139,7 @@ def test_a_refused_incident_is_a_dead_letter(collector: Callable[..., httpx.Clie
         [SITE], list(range(6)), fields={"num_inf": infinite, "num_sentinel_tiles": infinite}
     )
     receiver.wait_for("/v1/logs")
-    until = time.monotonic() + 10
+    until = time.monotonic() + 40
     while not (dead := client.get("/api/v1/notifications?state=dead").json()["items"]):
         assert time.monotonic() < until
         time.sleep(0.05)

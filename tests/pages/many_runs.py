@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import sqlalchemy as sa
@@ -63,48 +60,59 @@ def fill(engine: sa.Engine, num_runs: int, num_incidents: int, now: float) -> No
             conn.execute(sa.insert(table), rows)
 
 
-def cpu_of(app: Any, paths: tuple[str, ...]) -> dict[str, float]:
-    """CPU seconds that each page takes, the quicker of twice, without the collector's threads; with those of PostgreSQL."""
+class Work(NamedTuple):
+    """What a database is asked for a page: the same on every machine, and at any hour."""
+
+    statements: int
+    rows: int
+    """That are read."""
+    steps: int
+    """Of SQLite's virtual machine in thousands; of PostgreSQL rows, in thousands, that the nodes of its plans take in."""
+
+
+def work_of(app: Any, paths: tuple[str, ...]) -> dict[str, Work]:
+    """What each page costs the database; each statement is made once more to be counted."""
     with ThreadPoolExecutor(1) as pool:  # the loop of a browser's tests may run in the caller's thread
-        return pool.submit(lambda: asyncio.run(_cpu_of(app, paths))).result()
+        return pool.submit(lambda: asyncio.run(_work_of(app, paths))).result()
 
 
-async def _cpu_of(app: Any, paths: tuple[str, ...]) -> dict[str, float]:
-    transport = httpx.ASGITransport(app=app)
-    postmaster = _postmaster(app.state.engine)
+async def _work_of(app: Any, paths: tuple[str, ...]) -> dict[str, Work]:
+    transport, engine = httpx.ASGITransport(app=app), app.state.engine
+    asked: list[tuple[str, Any]] = []
+    sa.event.listen(engine, "before_cursor_execute", lambda c, cursor, sql, values, *_: asked.append((sql, values)))
+    done: dict[str, Work] = {}
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
         await client.get("/")
-        spent: dict[str, float] = {}
-        for path in (*paths, *paths):
-            began, of_database = time.process_time(), _cpu_of_children(postmaster)
+        for path in paths:
+            asked.clear()
             answer = await client.get(path)
-            cpu_s = round(time.process_time() - began + _cpu_of_children(postmaster) - of_database, 3)
-            spent[path] = min(cpu_s, spent.get(path, cpu_s))
             assert answer.status_code == 200, path
             assert ('class="rowlink"' if not path.startswith("/compare") else "<option") in answer.text, path
-    return spent
+            reads = [(sql, values) for sql, values in asked if sql.startswith(("SELECT", "WITH"))]
+            done[path] = Work(len(reads), *_done(engine, reads))
+    return done
 
 
-def _postmaster(engine: sa.Engine) -> int:
-    """Process of the PostgreSQL server, where it runs here; else 0."""
-    if engine.dialect.name != "postgresql":
-        return 0
+def _done(engine: sa.Engine, reads: list[tuple[str, Any]]) -> tuple[int, int]:
+    """Rows that statements give, and steps."""
+    rows = taken = 0
+    steps: list[int] = []
     with engine.connect() as conn:
-        folder = Path(conn.exec_driver_sql("SHOW data_directory").scalar_one())
-    try:
-        return int((folder / "postmaster.pid").read_text().split()[0])
-    except OSError:
-        return 0
+        raw: Any = conn.connection.dbapi_connection
+        cursor = raw.cursor()
+        if engine.dialect.name == "sqlite":
+            raw.set_progress_handler(lambda: steps.append(1), 1000)
+            rows = sum(len(cursor.execute(sql, values).fetchall()) for sql, values in reads)
+            raw.set_progress_handler(None, 0)
+            return rows, len(steps)
+        for sql, values in reads:
+            cursor.execute(f"EXPLAIN (ANALYZE, TIMING OFF, FORMAT JSON) {sql}", values)
+            plan = cursor.fetchone()[0][0]["Plan"]
+            rows, taken = rows + int(plan["Actual Rows"]), taken + _taken(plan)
+        return rows, taken // 1000
 
 
-def _cpu_of_children(parent: int) -> float:
-    """CPU seconds of the processes that a process has started and that live."""
-    ticks = 0
-    for stat in Path("/proc").glob("[0-9]*/stat") if parent else ():
-        try:
-            fields = stat.read_text().rpartition(")")[2].split()
-        except OSError:  # it has ended
-            continue
-        if int(fields[1]) == parent:
-            ticks += int(fields[11]) + int(fields[12])
-    return ticks / os.sysconf("SC_CLK_TCK")
+def _taken(node: dict[str, Any]) -> int:
+    """Rows that a node of a plan and those below it have looked at."""
+    left = sum(n for name, n in node.items() if name.startswith("Rows Removed by"))
+    return round((node["Actual Rows"] + left) * node["Actual Loops"]) + sum(map(_taken, node.get("Plans", [])))

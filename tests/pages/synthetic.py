@@ -255,7 +255,7 @@ class Run:
     @staticmethod
     def _ok(send: Callable[[], httpx.Response]) -> None:
         """As a real agent: a 503 of a slow disk is not the end."""
-        until = time.monotonic() + 20
+        until = time.monotonic() + 60
         while (answer := send()).status_code == 503 and time.monotonic() < until:
             time.sleep(0.2)
         assert answer.status_code == 200, answer.text

@@ -285,7 +285,7 @@ def record(recorder: Recorder, steps: Iterable[int], num_sites: int = 3) -> None
         recorder.record_step(make_step(s, loss=float(s)), make_ids(num_sites), make_rows(num_sites, s))
 
 
-def eventually(check: Callable[[], bool], timeout_s: float = 10.0) -> bool:
+def eventually(check: Callable[[], bool], timeout_s: float = 30.0) -> bool:
     """Wait for what another thread does."""
     until = time.monotonic() + timeout_s
     while not check():

@@ -29,6 +29,8 @@ BUDGET_S = 360.0
 """Of one run, on one core; there are two."""
 LIGHT_S = 2.0
 """What takes less is no heavy test."""
+HANGS = 20.0
+"""Times what it takes on a quiet machine: then a heavy test hangs, unless it says itself when."""
 
 
 @dataclass(frozen=True)
@@ -106,9 +108,14 @@ _said = pytest.StashKey[tuple[str, ...]]()
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """What is heavy is long."""
-    if item.get_closest_marker(MARK) is not None:
-        item.add_marker(pytest.mark.long)
+    """What is heavy is long, and has longer than others before it counts as hanging; not where the first failure is waited for."""
+    mark = item.get_closest_marker(MARK)
+    if mark is None:
+        return
+    item.add_marker(pytest.mark.long)
+    usual_s = float(item.config.getini("timeout") or 0) if item.config.pluginmanager.hasplugin("timeout") else 0.0
+    if usual_s < HANGS * mark.args[0] and item.get_closest_marker("timeout") is None and not os.environ.get(HEAVY_LAST):
+        item.add_marker(pytest.mark.timeout(HANGS * mark.args[0]))
 
 
 @pytest.hookimpl(trylast=True)

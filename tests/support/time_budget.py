@@ -6,8 +6,8 @@ slow and not where the machine is busy. What children take is mostly the loading
 times as long where memory is slow though arithmetic is not: of that more is allowed. A slower machine has as much longer: it
 is measured where a test is over, in arithmetic alone. Memory, files and processes of a machine that CI borrows are slower by
 factors that no arithmetic shows, and come and go within minutes: there a test has IN_CI times as long, since the limit is for
-whoever writes a test, at their own machine. What a test spends waiting is bounded as well, far above, by the clock. Fixtures
-are set apart: whoever comes first pays for all.
+whoever writes a test, at their own machine. What a test spends waiting is bounded as well, far above, by the clock, and there
+it has as many times as long as there are processes that want a core. Fixtures are set apart: whoever comes first pays for all.
 """
 
 from __future__ import annotations
@@ -71,16 +71,22 @@ def slowness() -> float:
     return min(MAX_SLOWNESS, max(1.0, sorted(took)[2] / LOOP_S))
 
 
+def crowd() -> float:
+    """How many processes want a core, within the last minute; at least 1."""
+    return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)) if hasattr(os, "getloadavg") else 1.0
+
+
 def complaint(spent: Spent, budget_s: float) -> str | None:
     """What a test over its budget is told; None within it."""
-    most_s = BUSY * budget_s * (IN_CI if os.environ.get("CI") else 1.0)
+    times = IN_CI if os.environ.get("CI") else 1.0
+    most_s, clock_s = BUSY * budget_s * times, CLOCK * budget_s
     if spent.counted() > most_s and spent.counted() > most_s * slowness():
         children = f", {spent.of_children:.1f} of them its children" if spent.of_children >= 0.1 else ""
         what = (
             f"took {spent.processor:.1f} s of processor time{children}, and a test of every change has {budget_s:g} s"
         )
-    elif spent.clock > CLOCK * budget_s:
-        what = f"took {spent.clock:.1f} s by the clock, and a test of every change has {CLOCK * budget_s:g} s"
+    elif spent.clock > clock_s * times and spent.clock > clock_s * crowd():
+        what = f"took {spent.clock:.1f} s by the clock, and a test of every change has {clock_s:g} s"
     else:
         return None
     return f"{what}: make it faster, or mark it with pytest.mark.long (then it runs with `make test-long`)"
