@@ -191,7 +191,12 @@ class Recorder:
             found = values, None if batch_id is None else str(batch_id)
             extra = msgspec.msgpack.encode(found)
             if len(extra) > MAX_EXTRA_BYTES:
-                raise OverflowError(f"logs of {len(extra)} bytes; {MAX_EXTRA_BYTES} a step are taken")
+                found = _that_fit(*found), found[1]
+                left = f"{len(values) - len(found[0])} of {len(values)} logged numbers are left out, the longest names"
+                self._guard.swallow("logs", OverflowError(f"{left}: {MAX_EXTRA_BYTES} bytes a step are taken"))
+                extra = msgspec.msgpack.encode(found)
+                if len(extra) > MAX_EXTRA_BYTES:
+                    return b""
             whole = msgspec.msgpack.encode((*found, pack(experts))) if experts else extra
             return whole if len(whole) - len(extra) <= MAX_EXPERT_BYTES else extra
         except Exception as e:  # noqa: BLE001
@@ -343,3 +348,15 @@ def _inert_after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_inert_after_fork)
+
+
+def _that_fit(values: Mapping[str, float], batch_id: str | None) -> dict[str, float]:
+    """Those that fit into MAX_EXTRA_BYTES beside the name of the data, the shortest names first."""
+    room = MAX_EXTRA_BYTES - len(msgspec.msgpack.encode(batch_id)) - 8
+    kept: dict[str, float] = {}
+    for name in sorted(values, key=len):
+        room -= len(msgspec.msgpack.encode(name)) + 9
+        if room < 0:
+            break
+        kept[name] = values[name]
+    return kept

@@ -179,21 +179,24 @@ class StepFlush:
         self.drain()
 
     def _split(self, values: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, Tensor]]:
-        """Numbers that are here, and tensors that are still on the device."""
+        """Numbers that are here, and tensors that are still on the device. One that cannot be read costs itself alone."""
         numbers: dict[str, float] = {}
         waiting: dict[str, Tensor] = {}
         for name, value in values.items():
-            if not isinstance(value, Tensor):
-                numbers[name] = float(value)
-            elif self.copies.late and value.device.type == self.copies.device.type:
-                waiting[name] = value.to(self.copies.device, non_blocking=True)
-            elif value.device.type not in ("cpu", self.copies.device.type):
-                self._leave_there(name, value)
-            elif type(value) is Tensor and value.numel() == 1:
-                numbers[name] = float(value.item())
-            else:
-                whole = value.detach()
-                numbers[name] = float((whole.double() if whole.device.type == "cpu" else whole.float()).mean())
+            try:
+                if not isinstance(value, Tensor):
+                    numbers[name] = float(value)
+                elif self.copies.late and value.device.type == self.copies.device.type:
+                    waiting[name] = value.to(self.copies.device, non_blocking=True)
+                elif value.device.type not in ("cpu", self.copies.device.type):
+                    self._leave_there(name, value)
+                elif type(value) is Tensor and value.numel() == 1:
+                    numbers[name] = float(value.item())
+                else:
+                    whole = value.detach()
+                    numbers[name] = float((whole.double() if whole.device.type == "cpu" else whole.float()).mean())
+            except Exception as error:  # noqa: BLE001 - the step leaves without it, and the guard counts
+                self.guard.swallow("values", error)
         return numbers, waiting
 
     def _leave_there(self, name: str, value: Tensor) -> None:

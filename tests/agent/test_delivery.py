@@ -109,6 +109,26 @@ def test_more_of_a_step_is_in_it_in_the_order_of_sites(
     assert got.column("num_tiles").tobytes() == np.concatenate(rows)["num_tiles"].tobytes()
 
 
+def test_of_more_numbers_than_a_step_may_name_the_shortest_names_stay(
+    collector: Collector, settings: AgentSettings, session: Session
+) -> None:
+    """A model with many attention modules logs the logits of each under its name, and training names a few."""
+    recorder = Recorder(replace(settings, collector=collector.url), session)
+    recorder.register_sites(make_sites(2))
+    logs = {f"max_attention_logit/model.language_model.layers.{i}.self_attn": float(i) for i in range(400)}
+    recorder.record_step(make_step(0), make_ids(2), make_rows(2, 0), {**logs, "kl": 0.5}, "é" * 512)
+    assert recorder.flush(10)
+    health = recorder.health()
+    recorder.close()
+    [got] = collector.batches()
+    kept = {name: values[0] for name, values in got.header.logs.items()}
+    assert kept["kl"] == 0.5
+    assert 150 < len(kept) < 401
+    assert kept.items() <= {**logs, "kl": 0.5}.items()
+    assert got.header.batch_ids == ["é" * 512]
+    assert health.internal_errors == {"logs": 1}
+
+
 def test_more_of_a_step_that_has_left_is_that_step_in_the_next_batch(
     collector: Collector, settings: AgentSettings, session: Session
 ) -> None:

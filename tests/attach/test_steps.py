@@ -180,6 +180,36 @@ def test_non_finite_losses_are_kept_as_they_are(attach, mlp):
     assert str(watch._recorder.losses()) == "[nan, inf, -inf]"
 
 
+def test_what_is_no_number_costs_itself_alone_and_is_said_once(attach, mlp, capsys):
+    watch = attach(mlp)
+    odd = {"complex": torch.tensor(1j), "empty": torch.tensor([]), "none": None, "vector": np.ones(2), "huge": 10**400}
+    for _ in range(2):
+        mlp(torch.randn(32, 64)).backward()
+        watch.log(loss=2.0, **odd, one=np.ones(1), word="3", last=5)
+        watch.step()
+    said = capsys.readouterr().err
+    assert {name: said.count(f"watch.log({name}=…)") for name in odd} == dict.fromkeys(odd, 1)
+    assert (
+        "watch.log(complex=…) was given a tensor of torch.complex64 []: it is not recorded; give a real number" in said
+    )
+    for header, _, rows, logs, _ in watch._recorder.steps:
+        assert len(rows) > 3
+        assert float(header["loss"]) == 2.0
+        assert {n: v for n, v in logs.items() if not n.startswith(BATCH)} == {"one": 1.0, "word": 3.0, "last": 5.0}
+    assert watch.summary()["internal_errors"] == {}
+
+
+def test_a_number_that_cannot_be_read_costs_itself_alone(attach, mlp):
+    watch = attach(mlp)
+    watch._scalars.of_optimizer["loss_scale"] = torch.tensor(1j)
+    mlp(torch.randn(32, 64)).backward()
+    watch.log(loss=2.0)
+    watch.step()
+    assert watch.summary()["internal_errors"] == {"values": 1}
+    assert watch._recorder.losses() == [2.0]
+    assert len(watch._recorder.steps[0][1]) > 3
+
+
 def test_a_missing_loss_is_absent_and_said_once(attach, capsys):
     model = nn.Sequential(nn.Linear(64, 64))
     watch = attach(model)

@@ -35,6 +35,20 @@ BUGS = (
         f"{DELIVERY}::test_more_of_a_step_is_in_it_in_the_order_of_sites",
     ),
     Bug(
+        "of too many numbers some stay",
+        "recorder:Recorder._pack_extra",
+        "found = _that_fit(*found), found[1]",
+        "found = {}, None",
+        f"{DELIVERY}::test_of_more_numbers_than_a_step_may_name_the_shortest_names_stay",
+    ),
+    Bug(
+        "those with the shortest names",
+        "recorder:_that_fit",
+        "sorted(values, key=len)",
+        "values",
+        f"{DELIVERY}::test_of_more_numbers_than_a_step_may_name_the_shortest_names_stay",
+    ),
+    Bug(
         "the guard swallows",
         "guard:Guard.run",
         "            self.swallow(place, e)\n            return None\n",
