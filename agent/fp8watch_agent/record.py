@@ -284,7 +284,7 @@ def merge_rows(into: npt.NDArray[np.void], other: npt.NDArray[np.void]) -> None:
 
 def site_id(module: str, operand: str, direction: str) -> int:
     """Identity of a site, equal on all ranks and in all sessions: 53 bits of blake2b, so that JSON keeps it exact."""
-    digest = hashlib.blake2b(f"{module}\0{operand}\0{direction}".encode(), digest_size=8).digest()
+    digest = hashlib.blake2b(f"{module}\0{operand}\0{direction}".encode(errors="surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "little") & ((1 << 53) - 1)
 
 

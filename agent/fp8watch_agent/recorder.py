@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from fp8watch_agent.accounting import maps_ledger, records_ledger
 from fp8watch_agent.expert_vectors import pack
+from fp8watch_agent.fitting_text import fitted_facts, fitted_session, fitted_site
 from fp8watch_agent.guard import Guard
 from fp8watch_agent.health import DROP_CLOSED, DROP_REENTRANT, DeliveryCounts, Health
 from fp8watch_agent.record import ROW, STEP, Site, TileMap
@@ -57,7 +58,7 @@ class Recorder:
             ValueError: settings that cannot work.
         """
         self._settings = settings
-        self._session = session
+        self._session = session = fitted_session(session)
         self._guard = guard or Guard()
         self._registration = Registration(session)
         self._maps = MapQueue()
@@ -98,7 +99,7 @@ class Recorder:
         if self._inert or self._closed:
             return
         try:
-            fresh = self._registration.add(sites)
+            fresh = self._registration.add(map(fitted_site, sites))
             if fresh and not self._ring.add_sites(fresh):
                 raise OverflowError(f"{len(fresh)} sites do not fit into the ring file: sync will lack them")
         except Exception as e:  # noqa: BLE001
@@ -109,7 +110,7 @@ class Recorder:
         if self._inert or self._closed:
             return
         try:
-            self._registration.update_facts(facts)
+            self._registration.update_facts(fitted_facts(facts))
         except Exception as e:  # noqa: BLE001
             self._guard.swallow("update_facts", e)
 

@@ -179,7 +179,7 @@ class StepFlush:
         self.drain()
 
     def _split(self, values: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, Tensor]]:
-        """Numbers that are here, and tensors that are still on the device. One that cannot be read costs itself alone."""
+        """Numbers that are here, and tensors that are still on the device. One that cannot be read here costs itself alone."""
         numbers: dict[str, float] = {}
         waiting: dict[str, Tensor] = {}
         for name, value in values.items():

@@ -59,37 +59,35 @@ class StepScalars:
     def log(self, values: Mapping[str, float | Tensor], batch_id: str | None) -> None:
         """Take what training says of the step that ends next. What is no number costs itself alone, and is said once of each name."""
         for name, value in values.items():
-            if isinstance(value, Tensor):
-                if (here := self._here(name, value)) is not None:
-                    self._logged[name] = here.detach().clone()
-                continue
             try:
-                self._logged[name] = float(value.item() if hasattr(value, "item") else value)
-            except (TypeError, ValueError, OverflowError) as error:
-                self._leave_apart(
-                    name, f"{type(value).__name__} ({error})", "give a number, or a tensor of one element"
-                )
+                if not isinstance(value, Tensor):
+                    self._logged[name] = _number(value)
+                elif (here := self._here(name, value)) is not None:
+                    self._logged[name] = here.detach().clone()
+            except Exception as error:  # noqa: BLE001 - whatever it is: the others are numbers
+                why = f"{type(value).__name__} ({str(error)[:100]})"
+                self._leave_apart(name, why, "give a number, or a tensor of one element")
         if batch_id is not None:
             self._batch_id = str(batch_id)[:MAX_BATCH_ID]
 
     def _here(self, name: str, value: Tensor) -> Tensor | None:
         """A tensor's value on this rank; None of a DTensor that each rank has a part of, as FSDP2's norm of gradients is: to add
         the parts up would wait for the other ranks. Nor of what has no mean that is a number. That is said once of each."""
-        if value.is_complex() or not value.numel():
-            self._leave_apart(name, f"a tensor of {value.dtype} {list(value.shape)}", "give a real number")
+        here = value
+        if is_dtensor(value):
+            sharded: Any = value
+            if not all(placement.is_replicate() for placement in sharded.placements):
+                self._leave_apart(
+                    name,
+                    "a DTensor of which each rank has a part, and putting it together would wait for the other ranks",
+                    f"give {name}.full_tensor(), on all of them",
+                )
+                return None
+            here = local_part(value)
+        if here.is_complex() or not here.numel():
+            self._leave_apart(name, f"a tensor of {here.dtype} {list(here.shape)}", "give a real number")
             return None
-        if not is_dtensor(value):
-            return value
-        sharded: Any = value
-        if all(placement.is_replicate() for placement in sharded.placements):
-            part: Tensor = local_part(value)
-            return part
-        self._leave_apart(
-            name,
-            "a DTensor of which each rank has a part, and putting it together would wait for the other ranks",
-            f"give {name}.full_tensor(), on all of them",
-        )
-        return None
+        return here
 
     def _leave_apart(self, name: str, what: str, remedy: str) -> None:
         """Say once of a name that what it was given is not recorded."""
@@ -162,3 +160,12 @@ class StepScalars:
         if self._steps_without_loss == LOSS_MISSING_STEPS:
             self._say(f"loss not seen for {LOSS_MISSING_STEPS} steps: call watch.log(loss=...)")
         return values
+
+
+def _number(value: Any) -> float:
+    try:
+        return float(value)
+    except TypeError:
+        if not hasattr(value, "item"):  # as an array of one element has
+            raise
+        return float(value.item())

@@ -244,6 +244,27 @@ def test_sites_that_the_collector_refuses_are_why_their_batch_is(
     assert "refused: HTTP 422" in caplog.text
 
 
+def test_text_that_a_collector_would_refuse_is_made_to_fit(
+    collector: Collector, settings: AgentSettings, session: Session
+) -> None:
+    odd = "x" * 300 + "é\0\ud800" + "y" * 300
+    facts: dict[str, Any] = {odd: odd, "number": 1}
+    recorder = Recorder(replace(settings, collector=collector.url), replace(session, run_name="a\0\ud800", facts=facts))
+    [site] = make_sites(1)
+    recorder.register_sites([replace(site, module=odd)])
+    recorder.update_facts({"late": "\ud800", "long": "é" * 70_000})
+    recorder.record_step(make_step(0), make_ids(1), make_rows(1, 0))
+    assert recorder.flush(10)
+    assert recorder.health().records.acknowledged == 1
+    recorder.close()
+    said = collector.sessions[session.session]["facts"]
+    [name] = (name for name in said if name.startswith("x"))
+    assert (len(name), name[:300], name[-200:]) == (511, "x" * 255 + "…" + "y" * 44, "y" * 200)
+    assert said[name] == "x" * 300 + "é\\0\\ud800" + "y" * 300
+    assert (len(said["long"]), said["number"], said["late"]) == (65_535, 1, "\\ud800")
+    assert collector.runs[session.run_id]["name"] == "a\\0\\ud800"
+
+
 def test_sites_that_another_session_was_refused_are_no_reason() -> None:
     class Strict(Transport):
         sites_are = 422

@@ -35,6 +35,27 @@ BUGS = (
         f"{DELIVERY}::test_more_of_a_step_is_in_it_in_the_order_of_sites",
     ),
     Bug(
+        "names of modules are made to fit",
+        "recorder:Recorder.register_sites",
+        "map(fitted_site, sites)",
+        "sites",
+        f"{DELIVERY}::test_text_that_a_collector_would_refuse_is_made_to_fit",
+    ),
+    Bug(
+        "texts of a session are made to fit",
+        "recorder:Recorder.__init__",
+        "fitted_session(session)",
+        "session",
+        f"{DELIVERY}::test_text_that_a_collector_would_refuse_is_made_to_fit",
+    ),
+    Bug(
+        "late facts are made to fit",
+        "recorder:Recorder.update_facts",
+        "fitted_facts(facts)",
+        "facts",
+        f"{DELIVERY}::test_text_that_a_collector_would_refuse_is_made_to_fit",
+    ),
+    Bug(
         "of too many numbers some stay",
         "recorder:Recorder._pack_extra",
         "found = _that_fit(*found), found[1]",
