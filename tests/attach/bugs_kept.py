@@ -72,7 +72,7 @@ BUGS = [
     Bug("what FSDP keeps on the CPU is not moved", "silent_sites:Silence._reasons", "(UNSEEN_KEY in module.__dict__ or not is_dtensor(next(module.parameters())))",
         "True", f"{_S}test_what_fsdp_gathers_and_nobody_called_is_not_said_to_be_spread_by_tensor_parallelism"),
     Bug("parts of a number are not added up", "step_scalars:StepScalars._here",
-        "if all(placement.is_replicate() for placement in sharded.placements):", "if True:",
+        "if not all(placement.is_replicate() for placement in sharded.placements):", "if False:",
         f"{_S}test_a_number_of_which_each_rank_has_a_part_is_not_waited_for"),
     Bug("the end of a forward asks no op", "module_hooks:ForwardEnd.__call__",
         "None if torch.compiler.is_compiling() else self._number", "None",
