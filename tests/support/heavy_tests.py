@@ -25,7 +25,7 @@ from support.planted import HEAVY_LAST
 from support.planted_selection import Changed, changed
 
 MARK = "heavy"
-BUDGET_S = 360.0
+BUDGET_S = 300.0
 """Of one run, on one core; there are two."""
 LIGHT_S = 2.0
 """What takes less is no heavy test."""

@@ -24,7 +24,7 @@ VARIABLE = "FP8WATCH_PLANTED"
 WINDOW_S = 2 * 24 * 3600
 NUM_LATEST = 20
 """Commits whose bugs come first where there are too many."""
-MAX_BUGS = 60
+MAX_BUGS = 30
 SHARE = 10
 """Of the bugs in what did not change, one in so many."""
 MIN_SHARE = 6
