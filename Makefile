@@ -34,7 +34,7 @@ $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
 demo: $(VENV)/.demo
 	$(BIN)/fp8watch demo $(ARGS)
 
-# make test         all tests of every change; about eight minutes on two cores
+# make test         all tests of every change; 35 to 50 minutes on two cores
 test: $(VENV)/.dev
 	$(PYTEST) -m "not long" $(ARGS)
 

@@ -106,7 +106,7 @@ def unobserved_rows(table: Sequence[SlabSite], wanted: Sequence[str] | None) -> 
         raise TypeError(f"sites={wanted!r}: must be a list of patterns, such as ['layers.0.*', '*.grad_output.*']")
     unused, rows = set(wanted), set()
     for row, s in enumerate(table):
-        names = s.fqn, f"{s.fqn}.{s.operand}", site_name(s)
+        names = s.module, f"{s.module}.{s.operand}", site_name(s)
         hits = {p for p in wanted if any(fnmatchcase(name, p) for name in names)}
         unused -= hits
         if not hits:
@@ -114,7 +114,7 @@ def unobserved_rows(table: Sequence[SlabSite], wanted: Sequence[str] | None) -> 
     if unused and table:
         raise ValueError(
             f"sites={list(wanted)!r}: no site is called {sorted(unused)[0]!r}; give patterns of 'module', "
-            f"'module.operand' or 'module.operand.direction', such as {table[0].fqn!r}"
+            f"'module.operand' or 'module.operand.direction', such as {table[0].module!r}"
         )
     return frozenset(rows)
 
@@ -125,7 +125,7 @@ def first_rows(table: Sequence[SlabSite], modules: Iterable[str]) -> set[int]:
     Raises:
         ValueError: a name that is not watched.
     """
-    first = {site.fqn: row for row, site in reversed(list(enumerate(table))) if not site.probed}
+    first = {site.module: row for row, site in reversed(list(enumerate(table))) if not site.probed}
     for name in modules:
         if name not in first:
             raise ValueError(f"{name!r} is not watched; watched are {', '.join(sorted(first)) or 'none'}")

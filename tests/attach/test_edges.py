@@ -165,6 +165,19 @@ def test_a_model_that_is_one_linear_has_a_name(attach, recipe):
     assert watch.summary()["internal_errors"] == {}
 
 
+def test_a_model_that_is_one_linear_is_known_by_its_name(attach):
+    model = nn.Linear(64, 32)
+    watch = attach(model, sites=["the model.weight"])
+    watch.shadow("the model")
+    with pytest.raises(ValueError, match="'fc1' is not watched; watched are the model"):
+        watch.shadow("fc1")
+    model(torch.randn(8, 64)).square().mean().backward()
+    watch.step()
+    assert {watch._recorder.sites[at].operand for at in range(len(watch._recorder.sites))} == {"weight"}
+    with pytest.raises(ValueError, match="such as 'the model'"):
+        attach(nn.Linear(64, 32), sites=["fc1"])
+
+
 def test_a_weight_that_holds_its_values_elsewhere_is_observed_as_what_it_holds(attach):
     x, want = torch.randn(8, 64), nn.Linear(64, 32).requires_grad_(False)
     got = copy.deepcopy(want)
