@@ -126,7 +126,8 @@ def first_rows(table: Sequence[SlabSite], modules: Iterable[str]) -> set[int]:
         ValueError: a name that is not watched.
     """
     first = {site.module: row for row, site in reversed(list(enumerate(table))) if not site.probed}
-    for name in modules:
+    names = [name or ROOT for name in modules]  # torch names the model itself ""
+    for name in names:
         if name not in first:
             raise ValueError(f"{name!r} is not watched; watched are {', '.join(sorted(first)) or 'none'}")
-    return {first[name] for name in modules}
+    return {first[name] for name in names}

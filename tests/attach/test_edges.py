@@ -169,11 +169,15 @@ def test_a_model_that_is_one_linear_is_known_by_its_name(attach):
     model = nn.Linear(64, 32)
     watch = attach(model, sites=["the model.weight"])
     watch.shadow("the model")
+    forced = watch._plan.canary.forced
+    assert forced
+    watch.shadow(*(name for name, module in model.named_modules() if isinstance(module, nn.Linear)))
+    assert watch._plan.canary.forced == forced
     with pytest.raises(ValueError, match="'fc1' is not watched; watched are the model"):
         watch.shadow("fc1")
     model(torch.randn(8, 64)).square().mean().backward()
     watch.step()
-    assert {watch._recorder.sites[at].operand for at in range(len(watch._recorder.sites))} == {"weight"}
+    assert {site.operand for site in watch._recorder.sites} == {"weight"}
     with pytest.raises(ValueError, match="such as 'the model'"):
         attach(nn.Linear(64, 32), sites=["fc1"])
 
