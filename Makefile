@@ -34,7 +34,7 @@ $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
 demo: $(VENV)/.demo
 	$(BIN)/fp8watch demo $(ARGS)
 
-# make test         all tests of every change; 35 to 50 minutes on two cores
+# make test         all tests of every change; a quarter of an hour on two fast cores, three quarters on slow ones
 test: $(VENV)/.dev
 	$(PYTEST) -m "not long" $(ARGS)
 

@@ -29,6 +29,9 @@ SCRIPT = textwrap.dedent(
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
     torch.manual_seed(dist.get_rank())
     for step in range(12):
+        if step == 2:  # the collector knows both: of twelve steps the whole run would else be over before it hears of the second
+            watch.flush(30)
+            dist.barrier()
         if step == 7 and dist.get_rank() == flip_on:
             weight = [m for m in model.modules() if isinstance(m, torch.nn.Linear)][1].weight
             weight.data.view(torch.int32)[17, 42] ^= 1  # the lowest bit of one float32
