@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 TESTS = Path(__file__).parents[1]
@@ -24,3 +25,11 @@ def test_no_test_imports_another_one() -> None:
 
 def test_what_all_rooms_share_lies_in_support() -> None:
     assert [path.name for path in TESTS.glob("*.py")] == ["conftest.py"]
+
+
+def test_no_test_takes_a_port_by_its_number() -> None:
+    """Rooms run beside each other: two that meet at one port are one failure, now and then."""
+    taken = re.compile(r"""MASTER_PORT["']?\s*[:=,]\s*["']?[1-9]\d+""")
+    assert [
+        str(path.relative_to(TESTS)) for path in sorted(TESTS.rglob("*.py")) if taken.search(path.read_text())
+    ] == []

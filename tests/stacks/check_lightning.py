@@ -237,7 +237,7 @@ def test_copies_and_pickles_of_a_watched_module_are_plain(kept):
 
 @pytest.mark.parametrize("strategy", ["auto", "ddp"])
 def test_what_fabric_sets_up_has_the_names_of_its_model(kept, strategy, monkeypatch):
-    monkeypatch.setenv("MASTER_PORT", "29547")
+    monkeypatch.setenv("MASTER_PORT", "0")
     fabric = Fabric(accelerator="cpu", devices=1, strategy=strategy)
     fabric.launch()
     model, optimizer = fabric.setup(net := Net(), torch.optim.AdamW(net.parameters()))

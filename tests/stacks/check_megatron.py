@@ -8,7 +8,7 @@ import pytest
 import torch
 from no_cuda import on_the_cpu, one_rank
 
-os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29532"}
+os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 
 with on_the_cpu():
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig

@@ -14,7 +14,7 @@ from stacks.families import made, train
 from stacks.family_models import FAMILIES, LLAMA, MOE, Family, _causal, _next_token
 from torch import nn
 
-os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29533"}
+os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 
 with on_the_cpu():
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec

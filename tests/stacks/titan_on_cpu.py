@@ -15,8 +15,7 @@ from typing import Any
 import torch
 import torch._utils
 
-os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-os.environ.setdefault("MASTER_PORT", "29533")
+os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 torch._utils._get_available_device_type = lambda: "cpu"
 
 from torchtitan.components import metrics  # noqa: E402

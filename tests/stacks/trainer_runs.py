@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -261,8 +262,11 @@ def measure(name: str, url: str, folder: Path) -> dict[str, Any]:
 
 def second_rank(name: str, url: str, folder: Path) -> int:
     """The other rank of DistributedDataParallel, in a fork that makes the same trainings."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = str(s.getsockname()[1])
     pid = os.fork()
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29534", "WORLD_SIZE": "2", "RANK": str(int(pid == 0))}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "RANK": str(int(pid == 0))}
     if pid == 0:
         try:
             measure(name, url, folder)
