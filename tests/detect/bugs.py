@@ -9,6 +9,7 @@ from detect.bugs_engine import ENGINE, REPORTS
 from detect.bugs_graver import OF_DELAYED, OF_GRAVER, OF_NORM, OF_PLACES
 from detect.bugs_names import NAMES
 from detect.bugs_overflows import OVERFLOWS
+from detect.bugs_ranks import OF_RANKS
 from detect.bugs_replicas import OF_REPLICAS
 from detect.bugs_seen import SEEN_TO_BE_WRONG
 from detect.bugs_spread import OF_SPREAD
@@ -463,4 +464,5 @@ BUGS = [
     *OF_GRAVER,
     *OF_NORM,
     *OF_PLACES,
+    *OF_RANKS,
 ]

@@ -137,6 +137,7 @@ def session_of(rank: int, **changes: Any) -> dict[str, Any]:
     """A session that is well."""
     health = {"acknowledged": 100.0, "queued": 0.0, "spooled": 0.0, "retries": 0.0, "internal_errors": 0.0}
     base: dict[str, Any] = {"rank": rank, "attempt": 1, "host": f"node-{rank}", "ended": False, "versions": {}}
+    base |= {"num_late_steps": 0, "last_late_step": None}
     return {**base, "last_seen_at": time.time(), **changes, "health": health | changes.get("health", {})}
 
 

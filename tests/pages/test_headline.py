@@ -27,12 +27,23 @@ def incident(**values: Any) -> dict[str, Any]:
     return {**base, "attempt": 1, "regression_of": None, "owner": "", "status": "open", **values}
 
 
+ON_TIME = {"num_late_steps": 0, "last_late_step": None}
+
+
 def says(
     *incidents: dict[str, Any], run: dict[str, Any] | None = None, seen: Watched = EACH, not_watching: str | None = None,
     sessions: list[dict[str, Any]] | None = None, observed: float | None = None,
 ) -> tuple[str, str]:  # fmt: skip
     """Tone and sentence."""
-    session = {"rank": 0, "attempt": 1, "host": "h", "ended": False, "versions": {}, "last_seen_at": time.time()}
+    session = {
+        "rank": 0,
+        "attempt": 1,
+        "host": "h",
+        "ended": False,
+        "versions": {},
+        "last_seen_at": time.time(),
+        **ON_TIME,
+    }
     of_run = {**RUN, **(run or {}), "sessions": [{**session, "health": {}}] if sessions is None else sessions}
     got = headline(
         of_run,
@@ -92,7 +103,15 @@ def test_a_cause_that_came_several_times_is_told_from_the_first_on_and_where_it_
 
 
 def test_every_state_of_a_run_has_its_sentence_and_every_orange_its_reason() -> None:
-    lost = {"rank": 3, "attempt": 1, "host": "h", "ended": False, "versions": {}, "last_seen_at": time.time()}
+    lost = {
+        "rank": 3,
+        "attempt": 1,
+        "host": "h",
+        "ended": False,
+        "versions": {},
+        "last_seen_at": time.time(),
+        **ON_TIME,
+    }
     cases: list[tuple[tuple[str, str], tuple[str, str]]] = [
         (says(), ("calm", "Nothing raised in 300 steps, 89 sites, each step.")),
         (
@@ -130,6 +149,14 @@ def test_every_state_of_a_run_has_its_sentence_and_every_orange_its_reason() -> 
         (
             says(sessions=[{**lost, "health": {"dropped_ring_full": 12.0}}]),
             ("warning", "Nothing raised, but not everything arrived: rank 3: 12 records lost (ring_full)."),
+        ),
+        (
+            says(sessions=[{**lost, "health": {}, "num_late_steps": 480, "last_late_step": 539}]),
+            (
+                "warning",
+                "Nothing raised, but not everything came in time: rank 3: 480 steps, the last of them 539, came too late "
+                "to be compared with other ranks.",
+            ),
         ),
         (
             says(run={"world_size": 8}),

@@ -94,7 +94,7 @@ def test_incidents_of_before_have_their_cause_and_ask_for_nobody(database_kind: 
 
 def test_the_newest_revision_is_frozen_before_it_is_released() -> None:
     """Fails after a new revision until a release is frozen; until then, name it here."""
-    unreleased = {"0007", "0008", "0009", "0010", "0011", "0012", "0013", "0014"}
+    unreleased = {"0007", "0008", "0009", "0010", "0011", "0012", "0013", "0014", "0015"}
     assert migrations.head() in unreleased | {"0004"}
 
 

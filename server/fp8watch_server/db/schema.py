@@ -133,6 +133,10 @@ session = sa.Table(
     sa.Column("health_seq", sa.BigInteger, nullable=False, server_default="-1"),
     sa.Column("ledger_seq_max", sa.BigInteger, nullable=False, server_default="-1"),  # highest seq in batch_ledger
     sa.Column("ended", sa.Boolean, nullable=False, server_default=sa.false()),
+    sa.Column(
+        "num_late_steps", sa.BigInteger, nullable=False, server_default="0"
+    ),  # too late for the detectors' statistics
+    sa.Column("last_late_step", sa.BigInteger),
     sa.Column("key_sha256", sa.Text),  # of the key that its batches must show; NULL: of an agent that sent none
     of_run(),
 )

@@ -128,7 +128,7 @@ class DetectionEngine:
             if self._registry.add_session(facts):
                 self._agreement.session(facts)
                 if facts.attempt == self._registry.attempt:
-                    self._assembly.expect(facts.rank)
+                    self._assembly.expect(facts.rank, facts.world_size)
 
     @property
     def sites(self) -> Mapping[int, SiteFacts]:
@@ -150,7 +150,7 @@ class DetectionEngine:
 
     def take_notices(self) -> list[Notice]:
         """What happened since the last call that is worth a line and no fault."""
-        out, self._notices = self._notices, []
+        out, self._notices = self._notices + self._progress.take_left_out(), []
         return out
 
     # ---- what comes
@@ -185,11 +185,14 @@ class DetectionEngine:
         bad_scale = degenerate.degenerate(columns)
         below, above = invariant.off_scale(columns)
         for view in columns.views():
+            again = view.step == stream.last_step
             judged, of_step = self._step(stream, view, bad_scale[view.part], below[view.part], above[view.part])
             found += of_step
             self._progress.heard(header.session, stream)
             if self._belongs(stream, view) and self._assembly.add(judged):
                 found += self._drain()
+            elif not again:
+                self._progress.left_out(header.session, view.rank, view.step)
         return found + self._drain()
 
     def tick(self, now: float) -> list[Finding]:
@@ -345,12 +348,7 @@ class DetectionEngine:
         found += [resumed] if resumed is not None else []
         roots = [f for j in group for f in j.roots] + [f for f in found if f.severity != "info"]
         found += self._statistics.observe(
-            now,
-            sample,
-            roots,
-            clean=all(j.clean for j in group),
-            poisoned=poisoned,
-            stride=self._light_apart(),
+            now, sample, roots, clean=all(j.clean for j in group), poisoned=poisoned, stride=self._light_apart()
         )
         found = [f for f in found if f.mode not in self.thresholds.disabled]
         streams = [s for s in self._streams.values() if s.rank in now.ranks]

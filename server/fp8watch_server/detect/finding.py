@@ -131,14 +131,20 @@ def facts_of(sites: Iterable[_SiteLike]) -> dict[int, SiteFacts]:
     }
 
 
+LEFT_OUT = "left-out"
+"""Kind of a notice: steps of a session that came when those behind them were judged."""
+
+
 @dataclass(frozen=True)
 class Notice:
     """Something that is worth a line, and no fault: a gap, a restart, steps out of order, a rank that went silent."""
 
-    kind: str  # gap | late | restart | rewind | resumed | silent-rank
+    kind: str  # gap | late | left-out | restart | rewind | resumed | silent-rank
     step: int
     rank: int
     text: str
+    session: str = ""  # of LEFT_OUT, which is one line for all such steps of a session
+    num: int = 1
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from fp8watch_server.detect.finding import LEFT_OUT, Notice
 from fp8watch_server.detect.session_state import Stream
 from fp8watch_server.detect.step_alignment import LIVE_RANK_STEPS
 from fp8watch_server.detect.tallies import Tally
@@ -23,6 +24,7 @@ class RankProgress:
         # Where a rank has restarted, what the others said before is of the attempt that ended: it may be far ahead.
         self._reached = Tally()  # of each rank that was heard since, its last step
         self._strides = Tally()  # of each session
+        self._left_out: dict[str, Notice] = {}  # of each session, since it was last asked
 
     @classmethod
     def of(cls, streams: Mapping[str, Stream], restarted: int) -> RankProgress:
@@ -47,6 +49,18 @@ class RankProgress:
         self._strides.put(name, stream.stride)
         if stream.last_step is not None and self.is_newest(name, stream.rank):
             self._reached.put(stream.rank, stream.last_step)
+
+    def left_out(self, name: str, rank: int, step: int) -> None:
+        """A step of a session came when those behind it were judged: no statistic has seen it."""
+        known = self._left_out.get(name)
+        last, num = (step, 1) if known is None else (max(known.step, step), known.num + 1)
+        text = f"{num} of its steps came too late for statistics and for comparing ranks, the last of them step {last}"
+        self._left_out[name] = Notice(LEFT_OUT, last, rank, text, name, num)
+
+    def take_left_out(self) -> list[Notice]:
+        """Steps that were left out since the last call, a line for each session."""
+        out, self._left_out = list(self._left_out.values()), {}
+        return out
 
     def is_newest(self, name: str, rank: int) -> bool:
         """Whether no session of the rank came after this one."""

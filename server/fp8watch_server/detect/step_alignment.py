@@ -4,9 +4,10 @@ Shapes:     steps of one rank -> lists of them over the ranks, one list a step, 
 Thread:     detect worker
 
 A step goes on when every live rank has delivered it, or `late_rank_s` after the median rank did, by the clock of the
-collector, never by those of the ranks. A rank is live until it missed three heartbeats. Batches that overtake each
-other are put back in order: a gap is waited for over a few batches. What comes after its step went on is late: the
-invariants have judged it, statistics leave it out.
+collector, never by those of the ranks. A rank is live until it missed three heartbeats. While ranks come, at the
+beginning of an attempt, and come back, after nobody was heard for as long, all of the job are waited for: who registers
+first would be compared with nobody. Batches that overtake each other are put back in order: a gap is waited for over a
+few batches. What comes after its step went on is late: the invariants have judged it, statistics leave it out.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ class Delivered(Protocol):
 D = TypeVar("D", bound=Delivered)
 
 MAX_PENDING_STEPS = 64
+MAX_PENDING_WHILE_RANKS_COME = 1024
+"""Steps times ranks, where that is more: a rank sends what it has kept at once, and the next one up to half a minute later."""
 GAP_BATCHES = 3
 """Batches of a rank for which a gap in its steps is waited for."""
 LIVE_RANK_STEPS = 200
@@ -76,6 +79,9 @@ class Assembly(Generic[D]):
         self._now: float | None = None
         self._newest = -1  # step of any rank
         self._unheard = False  # whether a rank may be there that has no time yet
+        self._num_ranks = 0  # of the job, as its ranks say
+        self._heard_at: float | None = None  # when any rank was last heard
+        self._ranks_come_until: float | None = None
 
     def restart(self) -> list[list[D]]:
         """A new attempt: hands out what is pending, whole or not, and forgets the ranks."""
@@ -84,10 +90,13 @@ class Assembly(Generic[D]):
         self._ranks.clear()
         self.last_step, self._stride, self._apart = None, 1, 1
         self._newest = -1
+        self._heard_at = self._ranks_come_until = None
         return rest
 
     def adopt(self, fresh: Assembly[D]) -> None:
         """Read back from a state: nothing is pending, and the limits are those of `fresh`."""
+        for name in ("_num_ranks", "_heard_at", "_ranks_come_until"):  # an earlier version did not know them
+            self.__dict__.setdefault(name, getattr(fresh, name))
         self._late_rank_s, self._silence_s = fresh._late_rank_s, fresh._silence_s
         self._pending = {}
         self._newest = max((s.last_step for s in self._ranks.values()), default=-1)
@@ -100,8 +109,9 @@ class Assembly(Generic[D]):
             self._unheard = True
         return state
 
-    def expect(self, rank: int) -> None:
-        """A rank has registered: its steps are waited for, as long as it may be silent."""
+    def expect(self, rank: int, num_ranks: int | None = None) -> None:
+        """A rank has registered, of a job of so many: its steps are waited for, as long as it may be silent."""
+        self._num_ranks = num_ranks or self._num_ranks
         state = self._rank(rank)
         state.heard_at = self._now if state.heard_at is None else state.heard_at
 
@@ -112,6 +122,11 @@ class Assembly(Generic[D]):
         state.num_batches += 1
         state.ended = ended
         self.tick(at)
+        now = self._now
+        if at is not None and now is not None:
+            if self._heard_at is None or now - self._heard_at > self._silence_s:
+                self._ranks_come_until = now + self._silence_s
+            self._heard_at = now
 
     def tick(self, at: float | None) -> None:
         """The collector's clock moved on."""
@@ -158,8 +173,10 @@ class Assembly(Generic[D]):
 
     def _complete(self, step: int) -> bool:
         pending = self._pending[step]
-        if len(self._pending) > MAX_PENDING_STEPS:
+        if len(self._pending) > self._max_pending():
             return True
+        if self._ranks_come() and len(self._ranks) < self._num_ranks:
+            return False
         if self._is_awaited(pending.awaited, step, pending) and not self._may_go_on_without(pending):
             return False  # of many ranks one that is missing is enough, and most often it is the same
         pending.looked_at = self._now
@@ -167,7 +184,7 @@ class Assembly(Generic[D]):
         pending.awaited = waiting[-1] if waiting else None
         if not waiting and not self._is_gap(step, pending):
             return True
-        if self._now is None or not pending.at:
+        if self._ranks_come() or self._now is None or not pending.at:
             return False
         num_live = len(pending.at) + len(waiting)
         if len(pending.at) * 2 < num_live:
@@ -186,14 +203,25 @@ class Assembly(Generic[D]):
 
         Who is missing is a question to all ranks, so it is asked again after a while, not with each batch.
         """
-        if self._now is None or not pending.at:
+        if self._ranks_come() or self._now is None or not pending.at:
             return False
         if pending.looked_at is not None and 0 <= self._now - pending.looked_at < self._late_rank_s * LOOK_AGAIN:
             return False
         return self._now - pending.at[len(pending.at) // 2] >= self._late_rank_s
 
+    def _ranks_come(self) -> bool:
+        """Whether ranks of the job may still register, or find the collector again."""
+        return self._now is not None and self._ranks_come_until is not None and self._now < self._ranks_come_until
+
+    def _max_pending(self) -> int:
+        if not self._ranks_come():
+            return MAX_PENDING_STEPS
+        return max(MAX_PENDING_STEPS, MAX_PENDING_WHILE_RANKS_COME // max(1, len(self._ranks), self._num_ranks))
+
     def _is_live(self, rank: _Rank, newest: int) -> bool:
-        if rank.ended or (rank.last_step >= 0 and rank.last_step < newest - LIVE_RANK_STEPS * self._stride):
+        if rank.ended or self._ranks_come():
+            return not rank.ended
+        if rank.last_step >= 0 and rank.last_step < newest - LIVE_RANK_STEPS * self._stride:
             return False
         if self._now is None or rank.heard_at is None:
             return True

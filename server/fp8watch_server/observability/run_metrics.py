@@ -130,6 +130,11 @@ def agents(conn: Connection, run_ids: list[str], budget: SeriesBudget) -> Iterab
         "Share of step time that the watch times of itself, a lower bound, worst rank that goes on",
         labels=["run"],
     )
+    late = CounterMetricFamily(
+        "fp8watch_late_steps",
+        "Steps of ranks that came too late for the statistics of detectors and to be compared between ranks",
+        labels=["run"],
+    )
     dropped: dict[tuple[str, str, str], float] = {}
     worst: dict[str, float] = {}
     going = conn.execute(sa.select(c.run_id, c.session).where(c.run_id.in_(run_ids), *alive())).all()
@@ -154,4 +159,10 @@ def agents(conn: Connection, run_ids: list[str], budget: SeriesBudget) -> Iterab
     for run_id, number in worst.items():
         if budget.take():
             overhead.add_metric([run_id], number)
-    yield from (records, maps, overhead)
+    counted = sa.select(c.run_id, sa.func.sum(c.num_late_steps)).where(
+        c.run_id.in_(run_ids), c.tenant == t.DEFAULT_TENANT
+    )
+    for run_id, number in conn.execute(counted.group_by(c.run_id).order_by(c.run_id)):
+        if budget.take():
+            late.add_metric([run_id], float(number))
+    yield from (records, maps, overhead, late)

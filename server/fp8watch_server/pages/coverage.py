@@ -15,7 +15,7 @@ from fp8watch_agent.fact_lists import MAX_FACT_CHARS, without_number
 from fp8watch_agent.record import is_probe
 from fp8watch_server.pages.formatting import ago_at, number
 from fp8watch_server.store.queries import STALLED_AFTER_S
-from fp8watch_server.store.rank_sessions import OfRanks
+from fp8watch_server.store.rank_sessions import MANY_LATE_STEPS, OfRanks
 from fp8watch_server.store.rows import RunWithSessions, SessionRow, SiteRow
 
 Dict = dict[str, Any]
@@ -151,6 +151,9 @@ def _agent(session: Mapping[str, Any], now: float) -> Dict:
         why.append(f"{number(sum(dropped.values()))} records lost ({', '.join(dropped)})")
     if errors:
         why.append(f"{errors} error{'' if errors == 1 else 's'} inside the agent")
+    late = _late(session["num_late_steps"], session["last_late_step"])
+    if session["num_late_steps"] >= MANY_LATE_STEPS:
+        why.append(late)
     if spooled:
         where = (
             "lay on its disk when it ended; fp8watch sync sends what has not come"
@@ -175,4 +178,12 @@ def _agent(session: Mapping[str, Any], now: float) -> Dict:
         "versions": session["versions"] or {},
         "well": not why,
         "why": why,
+        "late": late,
     }
+
+
+def _late(num: int, last: int | None) -> str:
+    if not num:
+        return ""
+    which = f"step {last}" if num == 1 else f"{number(num)} steps, the last of them {last},"
+    return f"{which} came too late to be compared with other ranks"

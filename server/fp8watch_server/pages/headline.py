@@ -123,7 +123,7 @@ def headline(
         why = "paused, outside of attach(windows=), or dropped on the way"
         return Headline("warning", f"No statistics in the last steps: {why}.")
     if lost := _lost(run, agents):
-        return Headline("warning", f"Nothing raised, but not everything arrived: {lost}.")
+        return Headline("warning", f"Nothing raised, but not everything {lost}.")
     if observed is not None and observed < 0.5:
         part = formatting.ratio(observed)
         return Headline("warning", f"Nothing raised in what is observed: that is {part} of the model's GEMM FLOPs.")
@@ -187,9 +187,10 @@ def _lost(run: RunRow, agents: Mapping[str, Any]) -> str:
     if agents["num_unwell"]:
         worst = agents["rows"][0]
         others = f", and {agents['num_unwell'] - 1} ranks more" if agents["num_unwell"] > 1 else ""
-        return f"rank {worst['rank']}: {'; '.join(worst['why'])}{others}"
+        how = "came in time" if worst["why"] == [worst["late"]] else "arrived"
+        return f"{how}: rank {worst['rank']}: {'; '.join(worst['why'])}{others}"
     if agents["num_missing"]:
-        return f"{agents['num_missing']} of {run['world_size']} ranks never came{agents['since']}"
+        return f"arrived: {agents['num_missing']} of {run['world_size']} ranks never came{agents['since']}"
     return ""
 
 

@@ -34,11 +34,13 @@ from fp8watch_server.db.leader import Leader
 from fp8watch_server.db.leader_loop import LeaderLoop, Pause
 from fp8watch_server.db.lease import lease_transaction
 from fp8watch_server.db.planner_statistics import PlannerStatistics
+from fp8watch_server.detect.finding import LEFT_OUT
 from fp8watch_server.pipeline import engine_restore
 from fp8watch_server.pipeline.detection import Detection as Detection
 from fp8watch_server.pipeline.priority import PriorityLane, Run
 from fp8watch_server.pipeline.run_engines import RunEngines, Running
 from fp8watch_server.store import hot_batches
+from fp8watch_server.store.late_steps import add_late_steps
 from fp8watch_server.store.pending import BATCHES_AT_ONCE, Overtaken, mark, pending, urgent_runs, waiting_runs
 from fp8watch_server.store.totals import add_totals
 
@@ -51,6 +53,9 @@ PACE_S, MAX_PACE_S, REST_SHARE = 0.2, 0.5, 3.0
 """Between groups; the first batch after a quiet time is taken at once. The more there is to do, the longer the rest and
 the larger the next group: as long as REST_SHARE groups take, within these bounds."""
 IDLE_S = FENCED_S = 1.0
+
+_Late = list[tuple[str, int, int]]
+"""Session, number of steps that came too late, the last of them."""
 
 
 @dataclass(frozen=True)
@@ -222,8 +227,8 @@ class DetectWorker:
         key = (rows[0].run_id, rows[0].tenant)
         num = len(rows)
         try:
-            num, judged = self._judge(key, rows, give_way)
-            changed = self._commit(key, judged)
+            num, judged, late = self._judge(key, rows, give_way)
+            changed = self._commit(key, judged, late)
         except (OperationalError, InterfaceError, PoolTimeoutError):
             self._engines.drop(key)  # it may have seen uncommitted batches
             raise  # a database problem: retried later
@@ -252,7 +257,7 @@ class DetectWorker:
             self._on_change()
         return num
 
-    def _judge(self, key: tuple[str, str], rows: list[Any], give_way: bool) -> tuple[int, list[_Judged]]:
+    def _judge(self, key: tuple[str, str], rows: list[Any], give_way: bool) -> tuple[int, list[_Judged], _Late]:
         out: list[_Judged] = []
         num = 0
         running = self._engines.of(key, rows[0].arrival, {row.session for row in rows})
@@ -272,11 +277,14 @@ class DetectWorker:
                 unresolved = unresolved or bool(findings)
                 settled = engine.delivered_step if unresolved else None
                 out.append(_Judged(row, batch, findings, settled, engine.stride if unresolved else 1))
+        late: _Late = []
         for notice in engine.take_notices():
             log.info("run %r, rank %s, step %s: %s", key[0], notice.rank, notice.step, notice.text)
-        return num, out
+            if notice.kind == LEFT_OUT:
+                late.append((notice.session, notice.num, notice.step))
+        return num, out, late
 
-    def _commit(self, key: tuple[str, str], judged: list[_Judged]) -> bool:
+    def _commit(self, key: tuple[str, str], judged: list[_Judged], late: _Late) -> bool:
         if not judged:
             return False
         running = self._engines.kept(key)
@@ -290,6 +298,7 @@ class DetectWorker:
             mark(conn, key, [j.row.arrival for j in judged if not j.error], t.BATCH_DETECTED, None)
             changed = self._write_incidents(conn, key, judged, running)
             add_totals(conn, *key, [(j.batch, j.row.attempt) for j in judged if j.batch is not None])
+            add_late_steps(conn, *key, late)
             self._save(conn, key, running, judged)
         return changed
 

@@ -20,6 +20,8 @@ from fp8watch_server.db import schema as t
 from fp8watch_server.store.queries import STALLED_AFTER_S
 
 MAX_UNWELL, MAX_WELL = 256, 32
+MANY_LATE_STEPS = 64
+"""Of a rank: fewer are said, and are no reason to look."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,7 @@ class OfRanks:
     """The ranks of a job."""
 
     sessions: Sequence[Mapping[str, Any]]
-    """Their newest ones {rank, attempt, host, ended, last_seen_at, health, versions}, those that need a look first."""
+    """Their newest ones {rank, attempt, host, ended, last_seen_at, health, versions, num_late_steps, last_late_step}, those that need a look first."""
     num_ranks: int
     """Ranks that came."""
     num_unread: int = 0
@@ -59,7 +61,9 @@ def of_ranks(conn: Connection, run: Mapping[str, Any], now: float | None = None)
     num_ranks, num_unwell = conn.execute(
         sa.select(sa.func.count(), sa.func.coalesce(sa.func.sum(sa.case((unwell, 1), else_=0)), 0)).where(*there)
     ).one()
-    told = sa.select(s.rank, s.attempt, s.host, s.ended, s.last_seen_at, s.health, s.versions).order_by(s.rank)
+    told = sa.select(
+        s.rank, s.attempt, s.host, s.ended, s.last_seen_at, s.health, s.versions, s.num_late_steps, s.last_late_step
+    ).order_by(s.rank)
     some = [*conn.execute(told.where(*there, unwell).limit(MAX_UNWELL)).mappings()]
     num_unread = int(num_unwell) - len(some)
     some += conn.execute(told.where(*there, ~unwell).limit(MAX_WELL)).mappings()
@@ -72,4 +76,6 @@ def _unwell(now: float) -> sa.ColumnElement[bool]:
     health = sa.type_coerce(c.health, sa.JSON())
     counts = [sa.func.coalesce(health[name].as_float(), 0.0) != 0 for name in ("internal_errors", "spooled")]
     dropped = sa.func.coalesce(sa.cast(c.health, sa.Text), "").like('%"dropped\\_%', escape="\\")
-    return sa.or_(sa.and_(~c.ended, c.last_seen_at < now - STALLED_AFTER_S), dropped, *counts)
+    return sa.or_(
+        sa.and_(~c.ended, c.last_seen_at < now - STALLED_AFTER_S), dropped, c.num_late_steps >= MANY_LATE_STEPS, *counts
+    )

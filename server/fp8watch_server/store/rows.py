@@ -57,6 +57,9 @@ class SessionRow(TypedDict):
     health: dict[str, Any] | None
     """Counters of the agent, of its newest batch."""
     ended: bool
+    num_late_steps: int
+    """Its steps that came too late for the detectors' statistics, and to be compared with other ranks'."""
+    last_late_step: int | None
 
 
 class RunWithSessions(RunRow):
