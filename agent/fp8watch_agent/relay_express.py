@@ -129,7 +129,11 @@ class Express:
                     way.close()
                     return
             began = time.monotonic()
-            answer = self._send(uploader, job)
+            try:
+                answer = self._send(uploader, job)
+            except Exception as e:  # it goes with the others, who know what to do
+                log.error("a broken batch goes with the others (%s: %s)", type(e).__name__, e, exc_info=e)
+                answer = None
             if answer is not None and (answer.status == 0 or answer.status >= 500):
                 if answer.status == 0:
                     self._collectors.unanswered(at, answer)

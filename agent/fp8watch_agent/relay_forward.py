@@ -7,7 +7,8 @@ Thread:     two: one for those that are being refused, one for all others
 
 Nothing leaves a journal before a collector has answered for it: as committed, or as refused for good, which is counted, and
 kept under refused/ while there is room. A collector that does not answer is left for the next one. A session whose batch is refused for now is
-held: its oldest batch is tried again by the second thread, at each collector in turn, and the others go on without it.
+held: its oldest batch is tried again by the second thread, at each collector in turn, and the others go on without it. So is one
+whose batch ends in an error that nobody foresaw: a thread ends when the relay does.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import logging
 import random
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -51,6 +52,7 @@ class _Lane:
     most: int = MAX_JOINED  # batches in a request; fewer while it is not answered in time
     failures: int = 0
     rounds: int = 0
+    tried: list[Entry] = field(default_factory=list)  # what the round is about
 
 
 class Forwarder:
@@ -116,16 +118,18 @@ class Forwarder:
         while True:
             if self._stopping.is_set() and (not self._journals.num_waiting or self._late()):
                 return
-            if not self._journals.wait(0.2, lambda: self._has_work(lane)):
-                if not lane.held:
-                    self._journals.tidy()
-                continue
-            if not lane.held:
-                self._stopping.wait(self._join_s)
             try:
+                if not self._journals.wait(0.2, lambda: self._has_work(lane)):
+                    if not lane.held:
+                        self._journals.tidy()
+                    continue
+                if not lane.held:
+                    self._stopping.wait(self._join_s)
                 verdict, answer = self._round(lane)
             except OSError as e:
                 verdict, answer = ResponseMeaning.RETRY, Answer(0, error=str(e))
+            except Exception as e:  # noqa: BLE001 - said in _broke
+                verdict, answer = ResponseMeaning.RETRY, self._broke(lane, e)
             if verdict is ResponseMeaning.ACKNOWLEDGED:
                 lane.failures, self._problem = 0, "" if not lane.held else self._problem
                 continue
@@ -137,6 +141,17 @@ class Forwarder:
             wait_s = random.uniform(0, min(MAX_BACKOFF_S, MIN_BACKOFF_S * 2.0 ** min(lane.failures, 16)))
             lane.failures += 1
             self._sleep(max(wait_s, answer.retry_after_s or 0.0, HOLD_S if verdict is ResponseMeaning.HOLD else 0.0))
+
+    def _broke(self, lane: _Lane, error: Exception) -> Answer:
+        """A round ended in an error that nobody foresaw: of several batches fewer go next, and one alone is held."""
+        why = f"{type(error).__name__}: {error}"
+        if time.monotonic() - self._said_at > SAY_EVERY_S:
+            self._said_at = time.monotonic()
+            log.error("batches wait behind an error of this relay (%s)", why, exc_info=error)
+        if len(lane.tried) == 1:
+            self.holds.hold(lane.tried[0].session, None, why)
+        lane.most = 1
+        return Answer(0, error=why)
 
     def _has_work(self, lane: _Lane) -> bool:
         if lane.held:
@@ -154,7 +169,8 @@ class Forwarder:
 
     def _round(self, lane: _Lane) -> tuple[ResponseMeaning, Answer]:
         """Send something to one collector after the other until one of them answers."""
-        entries = self._entries(lane)
+        lane.tried = []
+        lane.tried = entries = self._entries(lane)
         if not entries:
             if self._stopping.is_set():
                 time.sleep(0.05)  # what is left is held

@@ -23,7 +23,7 @@ class _Hold:
     at: float
     until: float
     failures: int
-    collector: int
+    collector: int | None
     why: str
 
 
@@ -40,10 +40,11 @@ class Holds:
     def __len__(self) -> int:
         return len(self._of)
 
-    def hold(self, session: str, collector: int, why: str, least_s: float = 0.0, after: int = 0) -> bool:
+    def hold(self, session: str, collector: int | None, why: str, least_s: float = 0.0, after: int = 0) -> bool:
         """A batch was refused for now: wait twice as long as before. True: it was not held.
 
         Args:
+            collector: who refused it; None: it could not be sent.
             least_s: wait at least so long, once it has been refused more than `after` times.
         """
         with self._lock:

@@ -6,6 +6,7 @@ from support.planted import Bug
 
 T = "tests/collector/test_relay_collectors.py"
 TURNS = f"{T}::test_a_broken_batch_goes_to_a_collector_that_answers"
+FORESAW = f"{T}::test_an_error_that_nobody_foresaw_holds_back_one_session"
 OTHERS = f"{T}::test_while_a_run_is_refused_the_others_go_on[run-0-503]"
 
 RELAY = [
@@ -163,5 +164,40 @@ RELAY = [
         "if url in out:",
         "if False:",
         f"{T}::test_several_are_named_with_commas",
+    ),
+    Bug(
+        "a thread of a relay ends when the relay does",
+        "relay_forward:Forwarder._deliver",
+        "            except Exception as e:  # noqa: BLE001 - said in _broke\n",
+        "            except KeyError as e:\n",
+        FORESAW,
+    ),
+    Bug(
+        "a session whose batch ends in an error is held",
+        "relay_forward:Forwarder._broke",
+        "if len(lane.tried) == 1:",
+        "if False:",
+        FORESAW,
+    ),
+    Bug(
+        "of batches that end in an error fewer go next",
+        "relay_forward:Forwarder._broke",
+        "        lane.most = 1\n",
+        "",
+        FORESAW,
+    ),
+    Bug(
+        "an error of this relay is said once",
+        "relay_forward:Forwarder._broke",
+        "if time.monotonic() - self._said_at > SAY_EVERY_S:",
+        "if True:",
+        FORESAW,
+    ),
+    Bug(
+        "an error on the fast way ends no thread",
+        "relay_express:Express._run",
+        "except Exception as e:",
+        "except KeyError as e:",
+        FORESAW,
     ),
 ]

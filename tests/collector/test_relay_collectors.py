@@ -238,6 +238,42 @@ def test_a_run_whose_database_hangs_leaves_a_way_to_the_others(
     assert not any(first.of("run-0", rank) for rank in range(6))
 
 
+def test_an_error_that_nobody_foresaw_holds_back_one_session(
+    tmp_path: Path,
+    collectors: list[FakeCollector],
+    relays: Callable[..., Relay],
+    agent_of: Callable[..., Agent],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Wherever its batch stands in a request; and it goes on when the error is gone."""
+    first, body, broken = collectors[0], Journals.body, {"run00"}
+
+    def reads(self: Journals, entry: Any) -> bytes:
+        if entry.session in broken:
+            raise ZeroDivisionError("a bug")
+        return body(self, entry)
+
+    monkeypatch.setattr(Journals, "body", reads)
+    relay = relays(tmp_path, first.url, join_s=0.2)
+    before, poison, behind = agent_of(relay, "run-1"), agent_of(relay, "run-0"), agent_of(relay, "run-2")
+    steps = list(range(1, 9))
+    for step in steps:
+        for agent in (before, poison, behind):
+            agent.send(SITES, [step], fields=BROKEN if step == 4 else {})
+    until(lambda: sorted(first.of("run-1")) == sorted(first.of("run-2")) == steps, relay.health)
+    until(lambda: relay.health()["waiting"] == len(steps), relay.health)
+    assert first.of("run-0") == []
+    health = relay.health()
+    assert health["held_sessions"] == 1
+    assert "ZeroDivisionError: a bug" in health["problem"]
+    assert len([r for r in caplog.records if "an error of this relay" in r.getMessage() and r.exc_info]) == 1
+    broken.clear()
+    until(lambda: relay.health()["waiting"] == 0, relay.health)
+    assert sorted(first.of("run-0")) == steps
+    assert (relay.health()["held_sessions"], relay.health()["refused"]) == (0, 0)
+
+
 def test_a_session_of_somebody_else_is_refused_for_good(
     tmp_path: Path,
     collectors: list[FakeCollector],

@@ -203,7 +203,7 @@ class DetectionEngine:
     # ---- across restarts of the collector
 
     def dump(self) -> bytes:
-        """The whole state: what `load` goes on from. Steps that wait for a rank are judged first, as they are."""
+        """The whole state: what `load` goes on from. What came of steps that wait for a rank is left out."""
         return state.dump({name: getattr(self, name) for name in _STATE} | {"sites": self._table.facts})
 
     @classmethod

@@ -5,7 +5,7 @@ Thread:     detect worker
 
 Replaying batches cannot rebuild everything: a baseline is frozen while its alarm is on, however long that is. The walk
 is generic and its classes are those of the engine and of the modes, so reading a state makes nothing but plain data. What refers to batches
-(steps that wait for a rank) is left out: those come again from the batches behind the state.
+(steps that wait for a rank) is left out: what came of them before the state was saved is compared with nothing.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ _DETECTORS = (part for kind in DETECTORS for part in (kind, *kind.parts))
 _CLASSES: dict[str, type] = {kind.__name__: kind for kind in (*_ENGINE, *_DETECTORS)}
 """Every class of a state, by the name under which it is saved: a name that changes is a state that is not read."""
 _SKIPPED = {"limit", "_pending"}
-"""Made anew: thresholds come from the rules, pending steps from the batches."""
+"""Made anew: thresholds come from the rules, pending steps from the batches behind the state."""
 _DTYPES = frozenset({"<f8", "<f4", "<i8", "<i4", "<u8", "<u4", "|b1", "|i1", "|u1"})
 
 
