@@ -10,12 +10,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+import msgspec
+
 from fp8watch_agent.record import Site
 from fp8watch_agent.session import Session
 
 MAX_NAME_CHARS, MAX_TEXT_CHARS, MAX_FACT_CHARS = 512, 4096, 65536
 """As docs/wire.md has them."""
+MAX_FACTS_BYTES = 48 << 10
+"""Of all facts of a session at attach, as JSON: they lie in the head of the ring file."""
+FACTS_CUT_FACT = "facts_cut"
+"""Fact of a session: that its facts are too long together, and what became of how many."""
+TOO_LONG = "what this session says of itself is too long"
 
+MIN_CUT_CHARS = 128
 Fact = str | int | float | bool
 
 
@@ -44,11 +52,34 @@ def fitted_facts(facts: Mapping[str, Fact]) -> dict[str, Fact]:
     }
 
 
+def fitted_together(facts: Mapping[str, Fact]) -> dict[str, Fact]:
+    """All of them where they fit in MAX_FACTS_BYTES; else the longest have their middle cut out, or the last are left out. It is said."""
+    out, longest = dict(facts), MAX_FACT_CHARS
+    while len(msgspec.json.encode(out)) > MAX_FACTS_BYTES and longest > MIN_CUT_CHARS:
+        longest //= 2
+        out = {k: fitted(v, longest) if isinstance(v, str) else v for k, v in facts.items()}
+        num_cut = sum(out[k] != v for k, v in facts.items())
+        out[FACTS_CUT_FACT] = f"{TOO_LONG}: {num_cut} of {len(facts)} were cut to {longest} characters"
+    if len(msgspec.json.encode(out)) <= MAX_FACTS_BYTES:
+        return out
+    room, kept = MAX_FACTS_BYTES - 256, dict[str, Fact]()
+    for name, value in out.items():
+        room -= len(msgspec.json.encode({name: value}))
+        if room < 0:
+            break
+        kept[name] = value
+    num_left_out = len(facts) - len(kept)
+    kept[FACTS_CUT_FACT] = (
+        f"{TOO_LONG}: {num_left_out} of {len(facts)} were left out, the others cut to {longest} characters"
+    )
+    return kept
+
+
 def fitted_session(session: Session) -> Session:
     """Texts fitted that are the program's and the host's."""
     return replace(
         session,
         run_name=fitted(session.run_name, MAX_TEXT_CHARS),
         host=fitted(session.host, MAX_TEXT_CHARS),
-        facts=fitted_facts(session.facts),
+        facts=fitted_together(fitted_facts(session.facts)),
     )

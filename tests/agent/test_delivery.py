@@ -265,6 +265,26 @@ def test_text_that_a_collector_would_refuse_is_made_to_fit(
     assert collector.runs[session.run_id]["name"] == "a\\0\\ud800"
 
 
+@pytest.mark.parametrize(("num", "chars", "most"), [(400, 300, 128), (3, 60_000, 4096), (9000, 3, 128)])
+def test_a_session_that_says_too_much_of_itself_is_recorded_with_what_fits(
+    collector: Collector, settings: AgentSettings, session: Session, num: int, chars: int, most: int
+) -> None:
+    facts: dict[str, Any] = {"number": 1, "short": "x"} | {f"flag.{i}": "é" * chars for i in range(num)}
+    recorder = Recorder(replace(settings, collector=collector.url), replace(session, facts=facts))
+    recorder.register_sites(make_sites(1))
+    recorder.record_step(make_step(0), make_ids(1), make_rows(1, 0))
+    assert recorder.flush(10)
+    recorder.close()
+    said = collector.sessions[session.session]["facts"]
+    assert (said["number"], said["short"]) == (1, "x")
+    assert {len(v) for k, v in said.items() if k.startswith("flag.")} == {min(chars, most - 1)}
+    left_out = len(facts) - (len(said) - 1)
+    became = (
+        f"{num} of {num + 2} were cut" if not left_out else f"{left_out} of {num + 2} were left out, the others cut"
+    )
+    assert said["facts_cut"] == f"what this session says of itself is too long: {became} to {most} characters"
+
+
 def test_sites_that_another_session_was_refused_are_no_reason() -> None:
     class Strict(Transport):
         sites_are = 422

@@ -49,6 +49,20 @@ BUGS = (
         f"{DELIVERY}::test_text_that_a_collector_would_refuse_is_made_to_fit",
     ),
     Bug(
+        "facts that are too long together are made to fit",
+        "fitting_text:fitted_session",
+        "fitted_together(fitted_facts(session.facts))",
+        "fitted_facts(session.facts)",
+        f"{DELIVERY}::test_a_session_that_says_too_much_of_itself_is_recorded_with_what_fits[400-300-128]",
+    ),
+    Bug(
+        "of too many facts some stay",
+        "fitting_text:fitted_together",
+        "if room < 0:",
+        "if False:",
+        f"{DELIVERY}::test_a_session_that_says_too_much_of_itself_is_recorded_with_what_fits[9000-3-128]",
+    ),
+    Bug(
         "late facts are made to fit",
         "recorder:Recorder.update_facts",
         "fitted_facts(facts)",

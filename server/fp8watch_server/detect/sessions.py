@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 from fp8watch_agent.amax_group import AMAX_RANKS_FACT
 from fp8watch_agent.experts import EXPERTS_FACT
+from fp8watch_agent.fitting_text import FACTS_CUT_FACT
 from fp8watch_agent.module_settings import SETTING, SETTINGS_FACT, decode_settings
 from fp8watch_agent.roles import (
     EMBEDDING,
@@ -57,6 +58,7 @@ _IGNORED = frozenset(
             "replaced",
             "device",
             "restart_count",
+            FACTS_CUT_FACT,
             AMAX_RANKS_FACT,  # of the group that this rank is in
             ROLES_FACT,
         ),

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fp8watch_agent.fact_lists import MAX_FACT_CHARS, without_number
+from fp8watch_agent.fitting_text import FACTS_CUT_FACT
 from fp8watch_agent.record import is_probe
 from fp8watch_server.pages.formatting import ago_at, number
 from fp8watch_server.store.queries import STALLED_AFTER_S
@@ -31,6 +32,10 @@ GEMMS = {
 """How the products of what computes in FP8 are made, by fact `gemm`."""
 NAMED = ("left_out", "not_taken", "not_counted", "silent", "not_in_fp8")
 """Facts of a session that name modules, each with its reason."""
+WARNINGS = (
+    "silent_share", "configuration_warning", "declared_not_effective", "te_unread", "logits_unseen", FACTS_CUT_FACT,
+)  # fmt: skip
+"""Facts of a session that are said as they are."""
 _ITEM = re.compile(r"([^;()]+?) \(((?:[^()]|\([^()]*\))*)\)(?:; |$)")
 
 
@@ -107,11 +112,7 @@ def coverage(run: RunWithSessions, sites: Sequence[SiteRow]) -> Dict:
             if str(name).startswith(PRECISION)
         ][:NUM_PRECISIONS],
         "gradients_unseen": str(facts.get("gradients_unseen") or ""),
-        "warnings": [
-            str(facts[k])
-            for k in ("silent_share", "configuration_warning", "declared_not_effective", "te_unread", "logits_unseen")
-            if facts.get(k)
-        ],
+        "warnings": [str(facts[k]) for k in WARNINGS if facts.get(k)],
     }
 
 
