@@ -209,6 +209,11 @@ def _gradients(
         for name, p in copied.named_parameters():
             if p.requires_grad:  # a rank whose tokens never came here sends zeros
                 g = torch.zeros_like(p) if p.grad is None else p.grad
+                if not bool(torch.isfinite(g).all()):
+                    raise ValueError(
+                        f"the gradient of {name} is not finite on rank {rank}, before it is reduced: there is nothing to compare; "
+                        "give batches before the failure"
+                    )
                 found.setdefault(name, []).append(g.detach().float().flatten() / len(batches))
     summed = {name: torch.stack(g) for name, g in found.items()}
     return {name: g for name, g in summed.items() if bool((g != 0).any())}, _sent(passed)

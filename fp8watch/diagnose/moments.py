@@ -131,8 +131,13 @@ def moments_what_if(
         random = RandomState()
         plain = _Run(inner, optimizer, loss_fn, None)
         before = plain.weights()
-        for batch in taken:
+        for at, batch in enumerate(taken):
             plain.step(batch)
+            if not math.isfinite(plain.loss):
+                raise ValueError(
+                    f"the loss of step {at} is {plain.loss} with moments as they are: there is nothing to compare; give "
+                    f"{f'steps={at} or ' if at else ''}batches before the failure"
+                )
         after = plain.weights()
         way = _length(a - b for a, b in zip(after, before, strict=True))
         found = []

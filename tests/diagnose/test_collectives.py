@@ -116,6 +116,10 @@ def test_arguments_that_cannot_work_are_refused_by_name() -> None:
         ({"batches": [batch], "ranks": 1}, "ranks=1"),
         ({"batches": [batch] * 2, "ranks": 2, "formats": ["e9"]}, "'e9' is unknown"),
         ({"batches": [batch * 0] * 2, "ranks": 2}, "nothing is reduced"),
+        (
+            {"batches": [batch, batch * float("inf")], "ranks": 2},
+            "gradient of .* is not finite on rank 1, before it is reduced",
+        ),
     ):
         with pytest.raises(ValueError, match=words):
             collectives_what_if(model, **asked)  # type: ignore[arg-type]

@@ -106,6 +106,16 @@ def test_what_cannot_work_is_refused() -> None:
         moments_what_if(model, batch, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
 
 
+def test_a_training_that_breaks_by_itself_is_held_against_nothing() -> None:
+    batches = [torch.tensor([x, 1.0, 1.0, 1.0]) for x in (1.0, 2.0, math.nan, 1.0)]
+    made: Any = {"optimizer": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), "steps": 4}
+    words = "loss of step 2 is nan with moments as they are: .* give steps=2 or batches before the failure"
+    with pytest.raises(ValueError, match=words):
+        moments_what_if(Weight(), batches, **made)
+    with pytest.raises(ValueError, match="loss of step 0 is nan .* give batches before the failure"):
+        moments_what_if(Weight(), batches[2:], **made)
+
+
 def test_a_training_that_breaks_in_a_format_is_json_all_the_same() -> None:
     huge = moments_what_if(
         Weight(), [torch.tensor([3e38, 1.0, 1.0, 1.0])] * 2, formats=["fp16"], steps=2,
