@@ -131,13 +131,13 @@ class Express:
             began = time.monotonic()
             try:
                 answer = self._send(uploader, job)
+                if answer is not None and (answer.status == 0 or answer.status >= 500):
+                    if answer.status == 0:
+                        self._collectors.unanswered(at, answer)
+                    way.reload_token()
             except Exception as e:  # it goes with the others, who know what to do
                 log.error("a broken batch goes with the others (%s: %s)", type(e).__name__, e, exc_info=e)
                 answer = None
-            if answer is not None and (answer.status == 0 or answer.status >= 500):
-                if answer.status == 0:
-                    self._collectors.unanswered(at, answer)
-                way.reload_token()
             with self._more:
                 if answer is not None and answer.status == 200:
                     self._took_s += (time.monotonic() - began - self._took_s) / 4

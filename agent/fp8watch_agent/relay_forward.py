@@ -118,40 +118,45 @@ class Forwarder:
         while True:
             if self._stopping.is_set() and (not self._journals.num_waiting or self._late()):
                 return
+            lane.tried = []
             try:
                 if not self._journals.wait(0.2, lambda: self._has_work(lane)):
                     if not lane.held:
+                        self._problem = ""
                         self._journals.tidy()
                     continue
                 if not lane.held:
                     self._stopping.wait(self._join_s)
                 verdict, answer = self._round(lane)
+                if verdict is not ResponseMeaning.ACKNOWLEDGED:
+                    for transport in lane.transports:
+                        transport.reload_token()
             except OSError as e:
                 verdict, answer = ResponseMeaning.RETRY, Answer(0, error=str(e))
             except Exception as e:  # noqa: BLE001 - said in _broke
-                verdict, answer = ResponseMeaning.RETRY, self._broke(lane, e)
+                verdict, answer = self._broke(lane, e)
             if verdict is ResponseMeaning.ACKNOWLEDGED:
                 lane.failures, self._problem = 0, "" if not lane.held else self._problem
                 continue
             if not lane.held and str(answer) != self._problem:
                 self._problem = str(answer)
                 log.warning("no collector takes it (%s); %d bodies wait", answer, self._journals.num_waiting)
-            for transport in lane.transports:
-                transport.reload_token()
             wait_s = random.uniform(0, min(MAX_BACKOFF_S, MIN_BACKOFF_S * 2.0 ** min(lane.failures, 16)))
             lane.failures += 1
             self._sleep(max(wait_s, answer.retry_after_s or 0.0, HOLD_S if verdict is ResponseMeaning.HOLD else 0.0))
 
-    def _broke(self, lane: _Lane, error: Exception) -> Answer:
-        """A round ended in an error that nobody foresaw: of several batches fewer go next, and one alone is held."""
+    def _broke(self, lane: _Lane, error: Exception) -> tuple[ResponseMeaning, Answer]:
+        """A round ended in an error that nobody foresaw: of several batches one goes next, and one alone is held: who comes then
+        does not wait for it."""
         why = f"{type(error).__name__}: {error}"
         if time.monotonic() - self._said_at > SAY_EVERY_S:
             self._said_at = time.monotonic()
             log.error("batches wait behind an error of this relay (%s)", why, exc_info=error)
+        lane.most = 1
         if len(lane.tried) == 1:
             self.holds.hold(lane.tried[0].session, None, why)
-        lane.most = 1
-        return Answer(0, error=why)
+            return ResponseMeaning.ACKNOWLEDGED, Answer(0, error=why)
+        return ResponseMeaning.RETRY, Answer(0, error=why)
 
     def _has_work(self, lane: _Lane) -> bool:
         if lane.held:
@@ -169,7 +174,6 @@ class Forwarder:
 
     def _round(self, lane: _Lane) -> tuple[ResponseMeaning, Answer]:
         """Send something to one collector after the other until one of them answers."""
-        lane.tried = []
         lane.tried = entries = self._entries(lane)
         if not entries:
             if self._stopping.is_set():

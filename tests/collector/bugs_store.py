@@ -272,8 +272,8 @@ KEPT = [
     Bug(
         "an engine that leaves memory is saved",
         "pipeline.run_engines:RunEngines.of",
-        "self._put_away(*self._running.popitem(last=False))",
-        "self._running.popitem(last=False)",
+        "self._put_away(out, self._running.pop(out))",
+        "self._running.pop(out)",
         "tests/collector/test_many_runs.py::test_an_engine_that_leaves_memory_is_saved",
     ),
     Bug(

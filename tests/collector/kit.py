@@ -57,6 +57,7 @@ class FakeEngine:
         self.seen: list[tuple[str, int]] = []
         self.delivered_step: int | None = None
         self.stride = 1
+        self.settling = False
         self.thresholds = DEFAULTS
 
     def add_sites(self, sites: Any) -> None:

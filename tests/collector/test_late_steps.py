@@ -7,13 +7,18 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 from collector.kit import Agent, make_site
+from detect.scenarios import BY_NAME
+from msgspec.structs import replace
 from prometheus_client.parser import text_string_to_metric_families
 
+from fp8watch_agent.wire import Batch, encode_batch, rows_of
 from fp8watch_server.app import _detection
 from fp8watch_server.db import schema as t
 from fp8watch_server.db.dialect import writing
 from fp8watch_server.pages.coverage import agents
+from fp8watch_server.pipeline import detect_worker, run_engines
 from fp8watch_server.pipeline.detect_worker import DetectWorker
+from fp8watch_server.pipeline.replay import replay
 from fp8watch_server.store.rank_sessions import MANY_LATE_STEPS, of_ranks
 
 UP = make_site("up", order=0)
@@ -63,6 +68,96 @@ def test_late_steps_are_counted_once_and_said(client: Any, app: Any, ranks: list
     assert [s.value for s in families["fp8watch_late_steps"].samples] == [MANY_LATE_STEPS + 1]
     [row] = [s for s in client.get("/api/v1/runs/run-1/sessions").json()["items"] if s["rank"] == 1]
     assert (row["num_late_steps"], row["last_late_step"]) == (MANY_LATE_STEPS + 1, 9 + MANY_LATE_STEPS)
+
+
+def frozen_scale(client: Any, app: Any, run: str) -> tuple[Agent, list[Batch]]:
+    """Rank 0 of two, and what it says; the other one never comes."""
+    case = BY_NAME["frozen-scale"].make(1, 2)
+    trace = case.traces[0]
+    return Agent(client, run=run, session=f"{run}0".replace("-", "") * 4).register(trace.sites), list(trace.batches(8))
+
+
+def send(agent: Agent, batch: Batch) -> None:
+    agent.seq += 1
+    header = replace(batch.header, run=agent.run, session=agent.session, rank=0, seq=agent.seq)
+    body = encode_batch(header, batch.steps, batch.step, batch.site, rows_of(batch))
+    assert agent.post(body).status_code == 200
+
+
+def said_of(app: Any, run: str) -> list[str]:
+    with app.state.engine.connect() as conn:
+        return list(conn.execute(sa.select(t.incident.c.mode).where(t.incident.c.run_id == run)).scalars())
+
+
+class Clock:
+    """Of the collector, in seconds."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def passes(self, app: Any, worker: DetectWorker, seconds: int = 1) -> None:
+        for _ in range(seconds):
+            self.now += 1
+            came_at(app, self.now)
+            worker.drain()
+            worker.tick()
+
+
+def test_what_waits_for_ranks_is_judged_though_the_collector_begins_again(
+    client: Any, app: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No state is saved without it; a batch that comes brings it back."""
+    monkeypatch.setattr(detect_worker, "SAVE_EVERY_BATCHES", 1)
+    monkeypatch.setattr(detect_worker, "SAVE_SHARE", float("inf"))
+    clock, detection = Clock(), _detection(app.state.settings)
+    agent, batches = frozen_scale(client, app, "run-1")
+    worker = DetectWorker(app.state.engine, detection, clock=clock)
+    for i, batch in enumerate(batches):
+        send(agent, batch)
+        if i % 4 == 3:  # all of it within the first ten seconds
+            clock.passes(app, worker)
+        if i == len(batches) - 2:
+            worker = DetectWorker(app.state.engine, detection, clock=clock)
+    clock.passes(app, worker, 15)
+    assert "frozen-scale" in said_of(app, "run-1")
+    with app.state.engine.connect() as conn:
+        found = {i["mode"]: i["first_step"] for i in replay(conn, "run-1").incidents}
+        told = dict(conn.execute(sa.select(t.incident.c.mode, t.incident.c.first_step)).all())
+    assert told == found
+
+
+def test_what_waits_for_ranks_is_judged_though_other_runs_have_their_turns(
+    client: Any, app: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_engines, "MAX_ENGINES", 1)
+    clock = Clock()
+    runs = [frozen_scale(client, app, f"run-{k}") for k in range(2)]
+    worker = DetectWorker(app.state.engine, _detection(app.state.settings), clock=clock)
+    for i in range(len(runs[0][1])):
+        for agent, batches in runs:
+            send(agent, batches[i])
+        if i % 4 == 3:
+            clock.passes(app, worker)
+    clock.passes(app, worker, 15)
+    assert ["frozen-scale" in said_of(app, f"run-{k}") for k in range(2)] == [True, True]
+
+
+def test_a_replay_ends_with_what_waits_for_ranks(client: Any, app: Any) -> None:
+    clock = Clock()
+    agent, batches = frozen_scale(client, app, "run-1")
+    worker = DetectWorker(app.state.engine, _detection(app.state.settings), clock=clock)
+    for i, batch in enumerate(batches):
+        send(agent, batch)
+        if i % 4 == 3:
+            clock.passes(app, worker)
+    clock.passes(app, worker)
+    assert said_of(app, "run-1") == []
+    with app.state.engine.connect() as conn:
+        told = replay(conn, "run-1").incidents
+    assert "frozen-scale" in {incident["mode"] for incident in told}
 
 
 def test_a_collector_that_begins_again_counts_none_of_them_twice(app: Any, ranks: list[Agent]) -> None:

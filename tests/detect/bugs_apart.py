@@ -98,8 +98,8 @@ OF_APART = [
     Bug(
         "halves of a batch have the place of the whole",
         "engine:DetectionEngine.observe",
-        "header.parent_seq",
-        "header.seq",
+        "max(stream.last_seq, header.parent_seq)",
+        "max(stream.last_seq, header.seq)",
         OTHERWISE,
     ),
     Bug(

@@ -85,7 +85,7 @@ def test_a_tally_holds_the_numbers_that_a_key_has() -> None:
 
 class Delivery:
     def __init__(self, rank: int, step: int) -> None:
-        self.rank, self.step, self.opens_batch = rank, step, True
+        self.rank, self.step, self.opens_batch, self.num_records = rank, step, True, 1
 
 
 def test_all_ranks_are_not_asked_with_each_batch_of_a_step_that_waits(monkeypatch) -> None:

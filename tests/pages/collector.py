@@ -31,6 +31,7 @@ class _Quiet:
 
     delivered_step = None
     stride = 1
+    settling = False
     thresholds = DEFAULTS
 
     def observe(self, batch: Any, at: float | None = None) -> list[Any]:

@@ -64,6 +64,8 @@ def test_of_many_sessions_only_a_new_one_is_read(engine: sa.Engine, monkeypatch:
     told: list[list[int]] = []
 
     class Engine:
+        settling = False
+
         def add_sites(self, sites: Any) -> None: ...
         def take_notices(self) -> list[Any]:
             return []

@@ -13,7 +13,7 @@ Steps that come late or again are judged by the invariants, and left out of ever
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,7 @@ from fp8watch_server.detect.cross_rank_step import CrossRankStep
 from fp8watch_server.detect.families import degenerate, gain, invariant, kernel_output, nonfinite, unobserved
 from fp8watch_server.detect.families.replica_consistency import Agreement
 from fp8watch_server.detect.finding import Finding, Notice, SiteFacts
+from fp8watch_server.detect.judged_step import JudgedStep
 from fp8watch_server.detect.modes import STEP_CHECKS
 from fp8watch_server.detect.modes.recipe_mismatch.scale_history import ScaleHistory
 from fp8watch_server.detect.modes.two_jobs_one_run.detector import TwoJobs
@@ -32,7 +33,7 @@ from fp8watch_server.detect.precedence import SPREADING
 from fp8watch_server.detect.rank_progress import RankProgress
 from fp8watch_server.detect.registered_facts import Registry, merge
 from fp8watch_server.detect.sample_gaps import SampleGaps
-from fp8watch_server.detect.session_state import Stream
+from fp8watch_server.detect.session_state import Attempt, Stream
 from fp8watch_server.detect.sessions import SessionFacts
 from fp8watch_server.detect.statistics import Statistics, complete
 from fp8watch_server.detect.step_alignment import LIVE_RANK_STEPS, Assembly
@@ -47,38 +48,17 @@ _STATE = (
     "_streams",
     "_num_batches",
     "_restarted",
+    "_attempt",
     "_statistics",
     "_assembly",
     "_rhythm",
     "_samples",
 )
-_LATER = {"_samples"}
+_LATER = {"_samples", "_attempt"}
 """Parts that a state of an earlier version does not hold: they begin anew."""
 LIGHT = "amax_max"  # a field that each observed step has
 REMEMBERED_GAPS = 20
 _MAX_NOTICES = 1000
-
-
-@dataclass(frozen=True)
-class _Judged:
-    """A step of one rank after the invariants: what the roll-up needs to know of it."""
-
-    view: StepView
-    clean: bool
-    poisoned: bool
-    roots: tuple[Finding, ...]
-
-    @property
-    def step(self) -> int:
-        return self.view.step
-
-    @property
-    def rank(self) -> int:
-        return self.view.rank
-
-    @property
-    def opens_batch(self) -> bool:
-        return self.view.index == 0
 
 
 class DetectionEngine:
@@ -93,16 +73,17 @@ class DetectionEngine:
         self._streams: dict[str, Stream] = {}
         self._progress = RankProgress()
         self._num_batches = 0
-        self._restarted = 0  # _num_batches when a rank last came back with a new session
+        self._restarted = 0  # _num_batches when an attempt last began
+        self._attempt = Attempt()
         self._statistics = Statistics(0, thresholds)
-        self._assembly: Assembly[_Judged] = self._new_assembly()
+        self._assembly: Assembly[JudgedStep] = self._new_assembly()
         self._notices: list[Notice] = []
         self._samples = SampleGaps()
         self._two_jobs = TwoJobs()
         self._rhythm: dict[str, tuple[int | None, list[int]]] = {}  # field -> last step with it, gaps between the last
         self.add_sites(sites)
 
-    def _new_assembly(self) -> Assembly[_Judged]:
+    def _new_assembly(self) -> Assembly[JudgedStep]:
         limit = self.thresholds
         return Assembly(limit.late_rank_s, limit.heartbeat_s * limit.missing_heartbeats)
 
@@ -140,8 +121,14 @@ class DetectionEngine:
     @property
     def delivered_step(self) -> int | None:
         """The last step that every live rank has delivered: what `close_quiet` may count clean steps up to."""
-        settled, judged = self._progress.settled, self._assembly.last_step
-        return settled if settled is None or judged is None else min(settled, judged)
+        settled, judged, waits = self._progress.settled, self._assembly.last_step, self._assembly.first_pending
+        known = [judged] if judged is not None else [] if waits is None else [waits - 1]
+        return min([settled, *known]) if settled is not None else None
+
+    @property
+    def settling(self) -> bool:
+        """Whether steps wait for ranks that come: what is dumped lacks them."""
+        return self._assembly.settling
 
     @property
     def stride(self) -> int:
@@ -171,10 +158,11 @@ class DetectionEngine:
             self._note(
                 "rewind", int(batch.steps["step"][0]), header.rank, f"training went back from {stream.last_step}"
             )
-            stream, found = self._begin(batch, seen=stream.seen)
+            stream, found = self._begin_again(batch, stream.seen, stream)
         stream.heard = self._num_batches
         stream.last_seq = max(stream.last_seq, header.parent_seq)
-        self._assembly.heard(header.rank, at, ended=bool(header.health.get("ended")))
+        ended, keeps = (bool(header.health.get(name)) for name in ("ended", "spooled"))
+        self._assembly.heard(header.rank, at, ended=ended, keeps=keeps)
         newest = self._progress.is_newest(header.session, header.rank)
         self._progress.heard(header.session, stream)
         if not stream.seen.add(header.seq):
@@ -185,11 +173,13 @@ class DetectionEngine:
         bad_scale = degenerate.degenerate(columns)
         below, above = invariant.off_scale(columns)
         for view in columns.views():
-            again = view.step == stream.last_step
+            again = view.step == stream.last_step or header.seq != header.parent_seq
             judged, of_step = self._step(stream, view, bad_scale[view.part], below[view.part], above[view.part])
             found += of_step
             self._progress.heard(header.session, stream)
-            if self._belongs(stream, view) and self._assembly.add(judged):
+            if not self._belongs(stream, view):
+                continue
+            if self._assembly.add(judged):
                 found += self._drain()
             elif not again:
                 self._progress.left_out(header.session, view.rank, view.step)
@@ -243,17 +233,29 @@ class DetectionEngine:
         if same_rank:
             last = self._streams[same_rank[-1]].last_step
             self._note("restart", step, rank, f"a new session of rank {rank} at step {step}; the last ended at {last}")
-        return self._begin(batch, seen=Seen(), restarted=bool(same_rank))
+        number, newest = (self._registry.attempt_of(name) for name in (batch.header.session, *same_rank[-1:], "")[:2])
+        if same_rank and 0 < number < newest:  # of an attempt before, heard for the first time
+            return self._begin(batch, Seen(), None, newest=False), []
+        return self._begin_again(batch, Seen(), self._streams[same_rank[-1]] if same_rank else None, number)
 
-    def _begin(self, batch: Batch, seen: Seen, restarted: bool = True) -> tuple[Stream, list[Finding]]:
-        """A stream without a past: of a new session, or of one that went back to an earlier step."""
+    def _begin_again(
+        self, batch: Batch, seen: Seen, before: Stream | None, number: int = 0
+    ) -> tuple[Stream, list[Finding]]:
+        """A rank begins, or begins again: with the attempt that is on, or as the first of a new one."""
         found: list[Finding] = []
-        if restarted:
-            found = self._restart(int(batch.steps["step"][0]) if len(batch.steps) else None)
-        tiles, attempt = degenerate.ZeroTiles(len(self._table)), self._restarted if restarted else 0
+        step = int(batch.steps["step"][0]) if len(batch.steps) else None
+        if before is not None and not self._attempt.is_joined_at(
+            step, number, took_part=before.attempt == self._restarted, within=LIVE_RANK_STEPS * self.stride
+        ):
+            found, self._attempt = self._restart(step), Attempt(step, number)
+        return self._begin(batch, seen, before), found
+
+    def _begin(self, batch: Batch, seen: Seen, before: Stream | None, *, newest: bool = True) -> Stream:
+        """A stream without a past: of a new session, or of one that went back to an earlier step."""
+        tiles, attempt = degenerate.ZeroTiles(len(self._table)), 0 if before is None else self._restarted
         made = self._streams[batch.header.session] = Stream(batch.header.rank, tiles, seen=seen, attempt=attempt)
-        self._progress.begin(batch.header.session, made)
-        return made, found
+        self._progress.begin(batch.header.session, made, newest=newest)
+        return made
 
     def _restart(self, step: int | None) -> list[Finding]:
         """An attempt ends: its last steps are judged as they are."""
@@ -298,7 +300,7 @@ class DetectionEngine:
 
     def _step(
         self, stream: Stream, view: StepView, bad_scale: Mask, below: Mask, above: Mask
-    ) -> tuple[_Judged, list[Finding]]:
+    ) -> tuple[JudgedStep, list[Finding]]:
         last = stream.last_step
         in_order = stream.advance(view.step)
         if not in_order and view.step != last:  # more of the last step is no other step
@@ -328,7 +330,7 @@ class DetectionEngine:
         if in_order and not poisoned and len(view):
             stream.zero_tiles.learn(view)
         found = [f for f in merge(found) if f.mode not in self.thresholds.disabled]
-        judged = _Judged(view, stream.quantiser_is_sound, poisoned, tuple(found))
+        judged = JudgedStep(view, stream.quantiser_is_sound, poisoned, tuple(found))
         apart = (self._apart(f) if f.extra.get("sampled") else stream.stride for f in found)
         return judged, [self._with_context(f, view, (stream,), each) for f, each in zip(found, apart, strict=True)]
 
@@ -337,7 +339,7 @@ class DetectionEngine:
     def _drain(self) -> list[Finding]:
         return [f for group in self._assembly.ready() for f in self._roll_up(group)]
 
-    def _roll_up(self, group: list[_Judged]) -> list[Finding]:
+    def _roll_up(self, group: list[JudgedStep]) -> list[Finding]:
         views = [j.view for j in group]
         now = CrossRankStep(views, self._table)
         poisoned = any(j.poisoned for j in group)

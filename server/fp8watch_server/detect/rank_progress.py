@@ -37,11 +37,11 @@ class RankProgress:
                 made.heard(name, stream)
         return made
 
-    def begin(self, name: str, stream: Stream) -> None:
-        """A session has come; one that is known begins anew."""
+    def begin(self, name: str, stream: Stream, *, newest: bool = True) -> None:
+        """A session has come; one that is known begins anew. `newest`: no session of its rank came after it."""
         names = self._sessions.setdefault(stream.rank, [])
         if name not in names:
-            names.append(name)
+            names.insert(len(names) - (not newest), name)
         self._strides.put(name, stream.stride)
 
     def heard(self, name: str, stream: Stream) -> None:

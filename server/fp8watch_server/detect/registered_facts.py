@@ -103,6 +103,11 @@ class Registry:
         """The newest attempt of any rank."""
         return max((f.attempt for f in self._newest.values()), default=0)
 
+    def attempt_of(self, session: str) -> int:
+        """Number of the attempt of a session, from 1; 0: it has not registered."""
+        known = self.sessions.get(session)
+        return 0 if known is None else known.attempt
+
     def ranks(self) -> list[int]:
         """Ranks that have registered for the newest attempt."""
         attempt = self.attempt

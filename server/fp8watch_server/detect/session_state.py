@@ -26,6 +26,27 @@ NEVER = -(1 << 40)
 
 
 @dataclass
+class Attempt:
+    """What a training that began again began with: its ranks come one after the other."""
+
+    step: int | None = None
+    number: int = 0  # as registered; 0: not known
+
+    def is_joined_at(self, step: int | None, number: int, *, took_part: bool, within: int) -> bool:
+        """Whether a rank that begins again does so with the others, and not once more.
+
+        Args:
+            step: its first.
+            number: of its attempt, as it registered; 0: not known.
+            took_part: it has been heard in this attempt.
+            within: steps between its first one and theirs, at most.
+        """
+        if number and self.number:
+            return number == self.number
+        return not took_part and self.step is not None and step is not None and abs(step - self.step) <= within
+
+
+@dataclass
 class Stream:
     """One session (one attach of one process, so one rank)."""
 

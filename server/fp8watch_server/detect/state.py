@@ -61,6 +61,7 @@ _ENGINE = (
     sessions.Change,
     sessions.SessionFacts,
     statistics.Statistics,
+    session_state.Attempt,
     session_state.Stream,
     tallies.Seen,
 )

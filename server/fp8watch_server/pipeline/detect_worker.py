@@ -298,8 +298,8 @@ class DetectWorker:
             mark(conn, key, [j.row.arrival for j in judged if not j.error], t.BATCH_DETECTED, None)
             changed = self._write_incidents(conn, key, judged, running)
             add_totals(conn, *key, [(j.batch, j.row.attempt) for j in judged if j.batch is not None])
-            add_late_steps(conn, *key, late)
             self._save(conn, key, running, judged)
+            add_late_steps(conn, *key, late)  # last: batches of these sessions wait from here on
         return changed
 
     def _save(self, conn: Connection, key: tuple[str, str], running: Running, judged: list[_Judged]) -> None:
@@ -307,6 +307,8 @@ class DetectWorker:
         running.since_saved += len(judged)
         running.arrival = judged[-1].row.arrival
         now = time.monotonic()
+        if running.engine.settling:  # what it holds back would be lacking; behind the state of before it comes again
+            return
         if now - running.saved_at < running.save_took_s / SAVE_SHARE:
             return
         if running.since_saved >= SAVE_EVERY_BATCHES or now - running.saved_at >= SAVE_EVERY_S:
@@ -317,7 +319,7 @@ class DetectWorker:
 
     def _put_away(self, key: tuple[str, str], running: Running) -> None:
         """Save an engine that leaves memory, as far as it has seen batches since it was saved."""
-        if not running.since_saved:
+        if not running.since_saved or running.engine.settling:
             return
         try:
             with writing(self._db) as conn:

@@ -48,6 +48,11 @@ class DetectEngine(Protocol):
         ...
 
     @property
+    def settling(self) -> bool:
+        """Whether it holds steps back for ranks that come: a state of it would lack them."""
+        ...
+
+    @property
     def stride(self) -> int:
         """Steps between observed steps."""
         ...

@@ -30,6 +30,7 @@ from fp8watch_server.store import history
 from fp8watch_server.store.command import opened, parser_of, run_command
 
 TENANT = t.DEFAULT_TENANT
+ALL_CAME_S = 86_400.0
 DESCRIPTION = (
     "The engine again over what is stored, with other thresholds; changes nothing. Read are blocks, and bodies that are still as "
     "they came. Steps of which retention has left only the roll-up over ranks, or less, are not replayed; how many those are is said."
@@ -66,8 +67,9 @@ def replay(conn: Connection, run_id: str, thresholds: Thresholds = DEFAULTS) -> 
     s = t.session.c
     engine.add_sessions(sessions_of(conn.execute(sa.select(t.session).where(s.run_id == run_id, s.tenant == TENANT))))
     num_batches, first_step, after = 0, None, int(thresholds.close_after_steps)
+    last: history.PastBatch | None = None
     for old in history.batches(conn, run_id, TENANT):
-        num_batches += 1
+        num_batches, last = num_batches + 1, old
         if len(old.batch.steps):
             step = int(old.batch.steps["step"][0])
             first_step = step if first_step is None else min(first_step, step)
@@ -77,6 +79,10 @@ def replay(conn: Connection, run_id: str, thresholds: Thresholds = DEFAULTS) -> 
             fold(*where, found, sites, old.at, after_clean_steps=after)
             if engine.delivered_step is not None:
                 close_quiet(*where, engine.delivered_step, old.at, after, engine.stride)
+    if last is not None:  # nobody is waited for any more
+        found = engine.tick(last.at + ALL_CAME_S)
+        with scratch.begin() as made:
+            fold(made, run_id, TENANT, last.attempt, found, sites, last.at, after_clean_steps=after)
     with scratch.begin() as made:
         got = [dict(r) for r in made.execute(sa.select(t.incident).order_by(t.incident.c.first_step)).mappings()]
     scratch.dispose()

@@ -24,7 +24,8 @@ from fp8watch_server.pipeline.detection import DetectEngine, Detection
 
 log = logging.getLogger("fp8watch.detect")
 
-MAX_ENGINES = 64
+MAX_ENGINES, MAX_SETTLING = 64, 128
+"""In memory; more while they hold steps back, which are lost with them."""
 MANY_SESSIONS = 256
 LOOK_AGAIN_S = 0.0005
 """For each session of a run of many: how long it takes until another fact of a known session is noticed."""
@@ -111,7 +112,12 @@ class RunEngines:
                 self._look(conn, key, running, sessions)
         self._running.move_to_end(key)
         while len(self._running) > MAX_ENGINES:
-            self._put_away(*self._running.popitem(last=False))
+            others = [k for k in self._running if k != key]
+            out = next((k for k in others if not self._running[k].engine.settling), None)
+            if out is None and len(self._running) <= MAX_SETTLING:
+                break
+            out = out or others[0]
+            self._put_away(out, self._running.pop(out))
         return running
 
     def _look(self, conn: Connection, key: Key, running: Running, sessions: set[str]) -> None:
