@@ -131,6 +131,13 @@ OF_APART = [
         f"{KEPT}::test_noise_that_begins_elsewhere_long_after_some_that_stays_is_told_with_its_place",
     ),
     Bug(
+        "noise that a format always has is no fault",
+        "chronic_quantization_noise.detector:Noise.observe",
+        " & (now.sqnr_db < band + ORDINARY_DB)",
+        "",
+        f"{KEPT}::test_noise_that_rises_to_what_the_format_always_has_is_no_fault[32.9-told_as0]",
+    ),
+    Bug(
         "alarms that began apart are few",
         "hysteresis:began_apart",
         " and len(begins) < MAX_GROUPS",

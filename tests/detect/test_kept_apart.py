@@ -34,6 +34,15 @@ def told(t: Trace) -> list[Folded]:
     return fold(found_in(t), t.facts)
 
 
+@pytest.mark.parametrize(("db", "told_as"), [(32.9, set()), (31.2, set()), (29.5, {"chronic-quantization-noise"})])
+def test_noise_that_rises_to_what_the_format_always_has_is_no_fault(db: float, told_as: set[str]) -> None:
+    """A gradient of few values had less before."""
+    t = healthy(seed=2, num_steps=STEPS)
+    mask = t.mask(operand="grad_output")
+    t.set_sqnr(mask, np.where(np.arange(STEPS) < AT, 40.0, db))
+    assert {f.mode for f in found_in(t)} == told_as
+
+
 def falls(t: Trace, at: int) -> None:
     t.steps["loss"][at:] *= 0.7
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -217,6 +218,18 @@ def test_a_loss_that_is_scaled_away_is_said_whether_the_norm_is_logged_or_not(fa
     assert incident.first.verdict == "shared"
     assert ("norm fell from" if logged else "Gradients ") in said(t)
     assert "loss scale" in explain(incident.named, t.facts).fix[0]["text"]
+
+
+@pytest.mark.parametrize(("recipe", "verdict"), [("blockwise", "fp8"), ("observe", "shared")])
+def test_what_computes_as_before_loses_nothing_to_fp8(recipe: str, verdict: str) -> None:
+    """Gradients that fall where a quantiser would lose most of them: where there is none, it is not what made them fall."""
+    t = made()
+    t.sites = [replace(s, recipe=recipe) for s in t.sites]
+    vanish(t, 1e-9, norm=True)
+    grads = t.mask(operand="grad_output")
+    t.columns["num_underflow"][AT:, grads] = (0.6 * t.columns["num_nonzero"][AT:, grads]).astype(np.int64)
+    falls = [i for i in incidents(t) if i.mode == "scalar-shift"]
+    assert [i.first.verdict for i in falls] == [verdict]
 
 
 def test_most_of_a_model_that_a_clamped_term_cuts_off_is_no_loss_that_is_scaled_away() -> None:

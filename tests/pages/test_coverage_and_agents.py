@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -67,6 +68,31 @@ def test_run_page_says_what_is_in_fp8_on_which_backend_and_what_is_not_and_why(
     for expected in ("lm_head output head", "&lt;b&gt;x too small", "E5M2 with &lt;1,128&gt;"):
         assert expected in said
     assert "all well" in words(html, "agents")
+
+
+@pytest.mark.parametrize(("num", "said_of"), [
+    (0, "0 modules; 7 are observed, and compute as before"),
+    (6, "6 modules: dequantised operands are multiplied in float32; 1 is observed, and computes as before"),
+])  # fmt: skip
+def test_what_is_only_observed_is_not_said_to_be_in_fp8(
+    tmp_path_factory: pytest.TempPathFactory, num: int, said_of: str
+) -> None:
+    sites = synthetic.make_sites(1)
+    in_fp8 = set(list(dict.fromkeys(s.module for s in sites))[:num])
+    sites = [replace(s, recipe="blockwise" if s.module in in_fp8 else "observe") for s in sites]
+    with serving(make_app(tmp_path_factory.mktemp("observed"))) as client:
+        run = synthetic.Run(client, "watched", "watched", sites=sites).register()
+        session = {
+            "rank": 0,
+            "host": "n",
+            "pid": 1,
+            "recipe": "blockwise",
+            "backend": "cpu",
+            "facts": {"gemm": "emulated"},
+        }
+        assert client.put(f"/v1/runs/watched/sessions/{run.session}", json=session).status_code == 200
+        run.send(range(3))
+        assert said_of in words(client.get("/runs/watched").text, "coverage")
 
 
 def with_facts(client: httpx.Client, run: synthetic.Run, facts: dict[str, Any]) -> None:

@@ -41,6 +41,8 @@ LOSS_FLOW = 1 << 40
 """The place of the loss in the order of execution: after every forward operand."""
 
 
+OBSERVED = "observe"
+"""The recipe of a site that computes as before: nothing of it is quantised."""
 UNOBSERVED = "blind"
 """The topic of a `recipe-mismatch` that says of what a session announced that nobody observes it: it stands for as long as the session
 says so."""

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from fp8watch_agent.record import FIELD_BY_NAME, STEP_SCALARS, Measured, holds
 from fp8watch_agent.wire import Batch
-from fp8watch_server.detect.finding import MAX_SITES_IN_FINDING, SiteFacts
+from fp8watch_server.detect.finding import MAX_SITES_IN_FINDING, OBSERVED, SiteFacts
 
 Array = npt.NDArray[Any]
 Mask = npt.NDArray[np.bool_]
@@ -73,6 +73,7 @@ class SiteTable:
         self.per_tensor = np.array([f.recipe in PER_TENSOR for f in facts], dtype=np.bool_)
         # MXFP8 rounds its scales up, so that it never clips.
         self.rounds_up = np.array([f.recipe == "mxfp8" for f in facts], dtype=np.bool_)
+        self.observed = np.array([f.recipe == OBSERVED for f in facts], dtype=np.bool_)
         self.four_bit = np.array([f.format == "E2M1" for f in facts], dtype=np.bool_)
         self.e5m2 = np.array([f.format == "E5M2" for f in facts], dtype=np.bool_)
         self.eps = np.array([f.eps for f in facts], dtype=np.float64)

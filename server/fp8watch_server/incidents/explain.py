@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fp8watch_server.detect.finding import Finding, SiteFacts
+from fp8watch_server.detect.finding import OBSERVED, Finding, SiteFacts
 from fp8watch_server.detect.modes import MODE_BY_SLUG
 from fp8watch_server.detect.phrases import number, site_words
 from fp8watch_server.incidents.fixes import fixes
@@ -26,7 +26,6 @@ VERDICT_TEXT = {
 }
 
 
-OBSERVED = "observe"
 OBSERVED_TEXT = "Verdict: FP8. This GEMM computes as before: it is what the recipe would do to it."
 """Of a site of which nothing is quantised."""
 

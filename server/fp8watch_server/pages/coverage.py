@@ -14,6 +14,7 @@ from typing import Any
 from fp8watch_agent.fact_lists import MAX_FACT_CHARS, without_number
 from fp8watch_agent.fitting_text import FACTS_CUT_FACT
 from fp8watch_agent.record import is_probe
+from fp8watch_server.detect.finding import OBSERVED
 from fp8watch_server.pages.formatting import ago_at, number
 from fp8watch_server.store.queries import STALLED_AFTER_S
 from fp8watch_server.store.rank_sessions import MANY_LATE_STEPS, OfRanks
@@ -92,12 +93,15 @@ def coverage(run: RunWithSessions, sites: Sequence[SiteRow]) -> Dict:
     rows = [dict(zip(names, key, strict=True)) | {"num_modules": len(of)} for key, of in groups.items()]
     not_called = [name for name in without_number(str(facts.get("not_called") or ""))[0].split("; ") if name]
     probed = {s["module"] for s in sites if is_probe(s["operand"], s["recipe"])}
-    quantised = {s["module"] for s in sites if not is_probe(s["operand"], s["recipe"])}
+    watched = {s["module"] for s in sites if not is_probe(s["operand"], s["recipe"])}
+    quantised = {s["module"] for s in sites if not is_probe(s["operand"], s["recipe"]) and s["recipe"] != OBSERVED}
+    observe_only = bool(facts.get("observe_only"))
     return {
-        "num_quantised": len(quantised),
+        "num_quantised": len(watched if observe_only else quantised),
+        "num_observed": 0 if observe_only else len(watched - quantised),
         "num_probes": len(probed),
-        "observe_only": bool(facts.get("observe_only")),
-        "gemm": GEMMS.get(str(facts.get("gemm") or ""), ""),
+        "observe_only": observe_only,
+        "gemm": GEMMS.get(str(facts.get("gemm") or ""), "") if quantised else "",
         "device": str(facts.get("device") or ""),
         "groups": rows[:24],
         "observed": observed(facts),

@@ -36,6 +36,8 @@ from fp8watch_server.detect.step_view import GRAD_OUTPUT, INPUT, WEIGHT, Mask
 SIGMA = 6.0
 DEEP_DB = 6.0
 """Under its band by so much, a site is told after three samples: it has one in 64 steps where they go round."""
+ORDINARY_DB = 3.0
+"""Over its band by so much, a format does what it does to dense values (31.5 dB of E4M3): who stood higher had zeros, or few values."""
 SOUND_AT_FIRST = 2
 """Looks inside the limit, of the ten of an alarm, with which a site had it from the first on."""
 
@@ -125,7 +127,8 @@ class Noise(Detector):
         if ctx.warm:
             need = np.maximum(limit.sqnr_drop_db, SIGMA * ctx.base.sqnr.spread(SQNR_FLOOR_DB))
             with np.errstate(invalid="ignore"):
-                drop = self._drop.update(self._lasting(ctx.sqnr_drop > need, now), ~np.isnan(ctx.sqnr_drop), now.step)
+                fell = (ctx.sqnr_drop > need) & (now.sqnr_db < band + ORDINARY_DB)
+                drop = self._drop.update(self._lasting(fell, now), ~np.isnan(ctx.sqnr_drop), now.step)
         alarms = (self._chronic.open | self._deep.open, self._flushed.open, self._biased.open)
         sound = (now.sqnr_db >= band, forward & ~flushed & ~np.isnan(now.underflow), ~off & ~np.isnan(error))
         self._sound += np.array([well & ~alarm for well, alarm in zip(sound, alarms, strict=True)])

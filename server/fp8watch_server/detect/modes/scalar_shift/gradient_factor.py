@@ -123,7 +123,7 @@ class GradientFactor(Detector):
         elif loss is not None and math.isfinite(loss) and math.isfinite(usual_loss):
             evidence.append(Evidence("loss", round(loss, 4), round(usual_loss, 4), "", ctx.now.step))
         known = ctx.gradients() & ctx.health_known
-        worse = np.count_nonzero(known & ctx.unhealthy)
+        worse = np.count_nonzero(known & ctx.unhealthy & ~ctx.now.table.observed)
         verdict: Verdict = "unknown" if not known.any() else "fp8" if 2 * worse > np.count_nonzero(known) else "shared"
         changed, of = self._of.began(NUM_LAST) if level > usual else self._of.ceased(NUM_LAST)
         if changed:

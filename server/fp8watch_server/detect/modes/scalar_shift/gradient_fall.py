@@ -117,7 +117,7 @@ class GradientFall(Detector):
         if loss is not None and math.isfinite(usual_loss):
             evidence.append(Evidence("loss", round(loss, 4), round(usual_loss, 4), "", ctx.now.step))
         gradients = ctx.gradients() & ctx.health_known & ~ctx.now.all_zero
-        worse = gradients & ctx.unhealthy
+        worse = gradients & ctx.unhealthy & ~ctx.now.table.observed
         verdict: Verdict = "unknown"
         if gradients.any():
             verdict = "fp8" if np.count_nonzero(worse) * 2 > np.count_nonzero(gradients) else "shared"
