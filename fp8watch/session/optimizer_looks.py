@@ -46,7 +46,7 @@ class OptimizerLooks(StandingState):
     def before(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer is about to step: what is not as it was left, and what is new of its last update, its gradients and rates."""
         plan, follows = self._plan, self._updates.follows(optimizer)
-        if plan is None or not (follows or id(optimizer) in self._kept):
+        if plan is None or not (follows or self.knows(optimizer)):
             return {}
         began = None if plan.stopwatch is None else plan.stopwatch.mark()
         found = super().before(optimizer)

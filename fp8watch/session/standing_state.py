@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -75,6 +75,20 @@ class _Kept:
         self.places, self.elements = TensorPlaces(), StandingElements([], 0)
 
 
+class _Weights(NamedTuple):
+    """Of an optimizer as it left them, without its moments: it may be gone when another one takes its parameters."""
+
+    names: list[str]
+    offset: int
+    values: Tensor  # [W, WIDTH]
+
+    @classmethod
+    def of(cls, kept: _Kept) -> _Weights:
+        """Those that are looked at."""
+        num = kept.num_moments
+        return cls(kept.names[num:], kept.offset, kept.values.view(-1, WIDTH)[num:])
+
+
 class StandingState:
     """Looks at the optimizers of one watch.
 
@@ -88,6 +102,7 @@ class StandingState:
         self._kept = ByOptimizer[_Kept | None]()  # None: it is left alone
         self._names: dict[int, str] = {}
         self._hooks: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
+        self._left: _Weights | None = None  # by the optimizer that stepped last
         self.names: list[str] = []
         """Of what was looked at, optimizer after optimizer, "exp_avg of layers.0.fc1.weight", and weights: MOMENTS_WHICH counts
         in them."""
@@ -101,15 +116,24 @@ class StandingState:
             has changed.
         """
         kept = self._kept.get(id(optimizer))
-        return {} if kept is None else self._changes(optimizer, kept)
+        if kept is not None:
+            return self._changes(optimizer, kept)
+        return {} if self._left is None else self._weights_alone(optimizer, self._left)
+
+    def knows(self, optimizer: Optimizer) -> bool:
+        """Whether there is something to hold against: what it has left, or, before its first step, what the one before it has."""
+        return id(optimizer) in self._kept or self._left is not None
 
     def after(self, optimizer: Optimizer, *, looks: bool = True, parts: Sequence[Optimizer] = ()) -> None:
         """The optimizer has stepped: keep what it leaves, where the next step `looks` at it. Where `parts` of it stepped in its
         step they are looked at in its stead, as moments are theirs."""
         for part in parts:  # it may have moved weights behind them
             self._settle(part)
+        self._left = None
         if looks and not parts and self._plan is not None:
             self._keep(optimizer)
+            kept = self._kept.get(id(optimizer))
+            self._left = None if kept is None else _Weights.of(kept)
         elif self._kept.get(id(optimizer)) is not None:
             del self._kept[id(optimizer)]
 
@@ -124,7 +148,7 @@ class StandingState:
             hook.remove()
         self._hooks.clear()
         self._kept.clear()
-        self._plan = None
+        self._plan = self._left = None
 
     def _release(self, optimizer: Optimizer) -> None:
         if (kept := self._kept.get(id(optimizer))) is not None:
@@ -167,7 +191,7 @@ class StandingState:
             same = found is not None and found.names == kept.names and found.values.device == kept.values.device
             if found is None or not same or found.values.shape != kept.values.shape:
                 self._kept.pop(id(optimizer), None)
-                return {}
+                return self._weights_alone(optimizer, _Weights.of(kept))
             now = found
         values = now.values if now is not kept else kept.elements.read()
         same = values.device.type == "cpu" and torch.equal(values, kept.values)
@@ -186,6 +210,27 @@ class StandingState:
             WEIGHTS_CHANGED: weights.sum(),
             WEIGHTS_WHICH: (weights.to(torch.uint8).argmax() if len(weights) else 0) + kept.num_moments + begin,
             WEIGHTS_LOOKED: len(weights),
+        }
+
+    def _weights_alone(self, optimizer: Optimizer, left: _Weights) -> dict[str, Any]:
+        """What is not as it was left where moments have gone, as those of a training that begins anew: of the weights."""
+        weights, before = list(self._weights(optimizer)), left.values
+        if not weights or [place.name for place in weights] != left.names:
+            return {}
+        values = StandingElements([place.local for place in weights], left.offset).read().view(-1, WIDTH)
+        if values.shape != before.shape or values.device != before.device or values.dtype != before.dtype:
+            return {}
+        changed = (values != before).any(1)
+        if changed.is_cpu and not changed.any():
+            return {}
+        begin = self._begin(optimizer, left.names)
+        return {
+            MOMENTS_CHANGED: torch.zeros_like(changed.sum()),
+            MOMENTS_WHICH: begin,
+            MOMENTS_LOOKED: 0,
+            WEIGHTS_CHANGED: changed.sum(),
+            WEIGHTS_WHICH: changed.to(torch.uint8).argmax() + begin,
+            WEIGHTS_LOOKED: len(changed),
         }
 
     def _begin(self, optimizer: Optimizer, names: list[str]) -> int:

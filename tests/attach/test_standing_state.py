@@ -71,6 +71,19 @@ def loaded_all(model, optimizer):
     model.load_state_dict({k: v + 1 for k, v in model.state_dict().items()})
 
 
+BEFORE_A_STEP = {"state": {}}
+
+
+def loaded_start(model, optimizer):
+    """As behind a search for the learning rate: the optimizer had not stepped."""
+    model.load_state_dict({k: v + 1 for k, v in model.state_dict().items()})
+    optimizer.load_state_dict(optimizer.state_dict() | BEFORE_A_STEP)
+
+
+def loaded_no_moments(model, optimizer):
+    optimizer.load_state_dict(optimizer.state_dict() | BEFORE_A_STEP)
+
+
 FOUND = [
     (one_moment, (1, 0), "exp_avg_sq of down.weight"),
     (another_moment, (1, 0), "exp_avg of down.weight"),
@@ -78,6 +91,8 @@ FOUND = [
     (loaded_moments, (5, 0), "exp_avg of up.weight"),
     (loaded_all, (5, 5), "exp_avg of up.weight"),
     (loaded_unchanged, None, None),
+    (loaded_start, (0, 5), None),
+    (loaded_no_moments, None, None),
 ]
 
 
@@ -95,10 +110,28 @@ def test_what_changes_between_two_steps_is_named_in_that_step_and_in_no_other(
     else:
         assert [bool(s) for s in steps] == [False] * 4 + [True] + [False] * 3
         # 5 of 6 parameters are wide enough: the head's bias has 16 elements
-        assert [steps[4][n] for n in NAMES] == [counts[0], 10, counts[1], 5]
+        looked = 0 if happens is loaded_start else 10
+        assert [steps[4][n] for n in NAMES] == [counts[0], looked, counts[1], 5]
         assert [n for n in steps[4] if n.startswith(CHANGED)] == ([CHANGED + first] if first else [])
         written = [n.removeprefix(WRITTEN) for n in steps[4] if n.startswith(WRITTEN)]
-        assert written == (["up.weight"] if happens is one_weight else [])
+        assert written == (["up.weight"] if happens in (one_weight, loaded_start) else [])
+    assert not watch.guard.errors
+
+
+@pytest.mark.parametrize("writes", [True, False])
+def test_weights_are_held_against_what_an_optimizer_left_that_another_one_follows(attach, mlp, train, writes):
+    """As at a rewind, or where the next fold begins."""
+    watch, optimizer = attach(mlp), torch.optim.AdamW(mlp.parameters(), lr=1e-3)
+    train(mlp, 4, optimizer=optimizer)
+    optimizer = torch.optim.AdamW(mlp.parameters(), lr=1e-3)
+    if writes:
+        mlp.load_state_dict({k: v + 1 for k, v in mlp.state_dict().items()})
+    train(mlp, 4, optimizer=optimizer)
+    steps = logs(watch)
+    assert [bool(s) for s in steps] == [False] * 4 + [writes] + [False] * 3
+    if writes:
+        assert [steps[4][n] for n in NAMES] == [0, 0, 5, 5]
+        assert [n.removeprefix(WRITTEN) for n in steps[4] if n.startswith(WRITTEN)] == ["up.weight"]
     assert not watch.guard.errors
 
 

@@ -8,6 +8,7 @@ UPDATES = "tests/detect/test_weight_updates.py"
 TOLD = f"{UPDATES}::test_each_is_told_with_its_mode_place_and_fix"
 SILENT = f"{UPDATES}::test_what_is_seen_once_or_is_an_adjustment_is_silent"
 
+ANEW = "tests/detect/test_weight_set_anew.py"
 SUMS = "tests/detect/test_gradient_sums.py"
 NO_SUM = f"{SUMS}::test_what_is_no_sum_or_not_known_is_silent"
 ADDS_UP = f"{SUMS}::test_what_does_not_add_up_is_told_with_its_process"
@@ -210,6 +211,34 @@ OF_UPDATES = [
         'BLIND if told == ON_THE_WAY and self.severity == "info" else told',
         "told",
         f"{UPDATES}::test_information_takes_in_no_batch_and_no_divergence",
+    ),
+    Bug(
+        "where most weights were written a model was loaded",
+        "corruption:Corruption._leap",
+        "if written is not None and not first and loads_most(*written[:2]):",
+        "if False:",
+        f"{ANEW}::test_where_most_weights_were_written_a_model_was_loaded",
+    ),
+    Bug(
+        "values that break behind a load are a page",
+        "corruption:Corruption._leap",
+        "if written is not None and not first and loads_most(*written[:2]):",
+        "if written is not None and loads_most(*written[:2]):",
+        f"{ANEW}::test_where_most_weights_were_written_a_model_was_loaded",
+    ),
+    Bug(
+        "what was as large before grows again",
+        "optimizer_divergence.detector:Divergence._judge",
+        "growing[: len(self._level)] &= ~(history[-1][: len(self._level)] <= self._level)",
+        "pass",
+        f"{ANEW}::test_weights_of_earlier_that_grow_again_diverge_when_they_are_larger_than_they_were[1.75-says0]",
+    ),
+    Bug(
+        "what grows beyond what it was diverges",
+        "optimizer_divergence.detector:Divergence._judge",
+        "<= self._level)",
+        "<= np.inf)",
+        f"{ANEW}::test_weights_of_earlier_that_grow_again_diverge_when_they_are_larger_than_they_were[6.0-says1]",
     ),
     Bug(
         "what is flushed is said of the parameter that lost most",

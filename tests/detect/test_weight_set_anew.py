@@ -7,7 +7,7 @@ import pytest
 from detect.folded import Folded, fold
 from detect.play import play
 from detect.scenarios import Case
-from detect.trace import Trace
+from detect.trace import Trace, healthy
 from detect.written_weights import AT, FC2, STEPS, Q, leaping, written
 
 from fp8watch_agent.training_names import CHANGED, WRITTEN
@@ -43,6 +43,18 @@ def test_of_several_that_were_written_the_one_that_leaped_may_be_one() -> None:
     words = explain(incident.named, t.facts)
     assert words.title.endswith("octaves, where weights were written while no optimizer ran")
     assert "those of 3 were others" in words.cause
+
+
+def test_where_most_weights_were_written_a_model_was_loaded() -> None:
+    t = written(leaping(), AT, weights=38)
+    [incident] = told(t)
+    assert incident.severity == "info"
+    cause = explain(incident.named, t.facts).cause
+    assert "those of 38, its own among them, were others. A model that is loaded again" in cause
+    assert "alone" not in cause
+    t.steps["loss"][AT:] = np.nan
+    t.columns["num_nan"][AT:, t.mask("layers.2", "input")] = 5
+    assert [i.named.severity for i in told(t)] == ["critical"]
 
 
 @pytest.mark.parametrize(
@@ -81,3 +93,18 @@ def test_a_collector_that_restarts_behind_what_was_written_says_the_same() -> No
     for batch in batches[AT + 1 :]:
         assert repr(two.observe(batch)) == repr(one.observe(batch))
     assert two.dump() == one.dump()
+
+
+@pytest.mark.parametrize(("octaves", "says"), [(1.75, set()), (6.0, {"optimizer-divergence"})])
+def test_weights_of_earlier_that_grow_again_diverge_when_they_are_larger_than_they_were(
+    octaves: float, says: set[str]
+) -> None:
+    """A model that is loaded again learns again."""
+    t = written(healthy(3, STEPS), AT, weights=38)
+    since = np.arange(STEPS) - AT
+    grown = np.where(since >= 0, -2.0 + np.minimum(0.25 * since, octaves), 0.0)
+    t.grow(t.mask(operand="weight"), grown)
+    found = [f for f in play(Case([t], AT)) if f.mode == "optimizer-divergence"]
+    assert {f.mode for f in found} == says
+    if says:
+        assert found[0].step > AT + 8  # they are as large as before

@@ -13,7 +13,7 @@ followed is the largest of them: a step in which others of them sent it says not
 
 Where weights that are looked at between two steps of the optimizer were not as it had left them, something wrote them: a reset, a
 merge, a load of one part. The few elements that are looked at in each weight are others where all of it is written, and seldom where one bit flips:
-the leap is a warning then, unless values break behind it.
+the leap is a warning then, unless values break behind it. Where most of the weights were others, a model was loaded: that is information.
 
 A flip leaps once. A leap of less than `CERTAIN_OCTAVES` waits for the next step: where the weight goes on by as much, it grows,
 and is told as outlier-growth after the third step of it.
@@ -32,7 +32,7 @@ from fp8watch_server.detect.baseline import MAD_TO_SIGMA, Baseline
 from fp8watch_server.detect.context import Context, damage
 from fp8watch_server.detect.cross_rank_step import CrossRankStep
 from fp8watch_server.detect.detector import Detector
-from fp8watch_server.detect.finding import Evidence, Finding
+from fp8watch_server.detect.finding import Evidence, Finding, Severity
 from fp8watch_server.detect.limits import Limits
 from fp8watch_server.detect.step_view import WEIGHT, Mask
 
@@ -57,6 +57,11 @@ CLIMB_STEPS = 3
 """Leaps in a row that are growth."""
 WRITTEN_BEFORE = 8
 """Observed steps in which no weight was written before: what writes them every few steps explains no leap."""
+
+
+def loads_most(changed: int, looked: int) -> bool:
+    """Whether so many of the weights that were looked at are others as only a load, or a model that is drawn anew, leaves."""
+    return 2 * changed > looked > 1
 
 
 @dataclass(frozen=True)
@@ -263,9 +268,12 @@ class Corruption(Detector):
             evidence.append(Evidence("grad_norm", float(f"{norm:.4g}"), float(f"{usual_norm:.4g}"), "", None))
         if written is not None and self._writes is not None:
             evidence.append(Evidence("weights_changed", written[0], 0, f"of {written[1]} looked at", self._writes.step))
+        severity: Severity = "warning" if new or (written is not None and not first) else "critical"
+        if written is not None and not first and loads_most(*written[:2]):
+            severity = "info"
         return now.finding(
             "silent-data-corruption",
-            "warning" if new or (written is not None and not first) else "critical",
+            severity,
             rows,
             evidence,
             "shared" if ordinary else "unknown",

@@ -7,7 +7,8 @@ The optimizer moves every layer, a quantiser fault moves one: growth of log2 ama
 the last steps and looked at across the layers. A small model trained from scratch with AdamW at 2e-3 grows by at most
 0.012 octave a step after its first 50 steps (the median layer); the same model after its learning rate was
 multiplied by 30 grows by 0.2 to 0.5 in the first two. The threshold lies between, on a logarithmic scale: 0.05.
-Across weights that something else wrote, as the outer step of local SGD does, growth is none of the optimizer's.
+Across weights that something else wrote, as the outer step of local SGD does, growth is none of the optimizer's. Where most
+were written, as by a load of earlier ones, they have been as large before: they grow again, until they are larger than that.
 """
 
 from __future__ import annotations
@@ -48,6 +49,8 @@ class Divergence(Detector):
     """Observed; a state that was saved before has none of this and the next."""
     _written: int | None = None
     """Which of them is the last before which something other than an optimizer wrote most weights."""
+    _level: Floats = np.zeros(0)
+    """log2 amax before most weights were written, of those times the largest; NaN: of none. [S]"""
     _first: int | None = None
     """First step in which what grows may have begun to: that after the look before the one that showed it."""
 
@@ -71,7 +74,7 @@ class Divergence(Detector):
         """A new session: growth across the restart is none; the usual rate stays."""
         self._steps = []
         self._amax.forget()
-        self._num_over, self.in_alarm, self._written = 0, False, None
+        self._num_over, self.in_alarm, self._written, self._level = 0, False, None, np.zeros(0)
 
     def cut_off(self, now: CrossRankStep, limit: Limits) -> list[Finding]:
         """The weights were replaced or broke: growth across this point means nothing."""
@@ -94,6 +97,8 @@ class Divergence(Detector):
     def observe(self, ctx: Context) -> list[Finding]:
         """Judge one step. Without `ctx.clean`, growth is followed, but not judged and not learned."""
         if self._notice_written(ctx):
+            last = np.fmax.reduce(self._amax.ordered().astype(np.float64), axis=1)
+            self._level = np.fmax(last, np.pad(self._level, (0, len(last) - len(self._level)), constant_values=np.nan))
             self._steps = []
             self._amax.forget()
         weights = ctx.weights()
@@ -136,6 +141,7 @@ class Divergence(Detector):
             threshold, total_needed = threshold / 2, total_needed / 2
         with np.errstate(invalid="ignore"):
             growing = moving & (rate > threshold) & (total > total_needed)
+            growing[: len(self._level)] &= ~(history[-1][: len(self._level)] <= self._level)
         over = np.count_nonzero(growing) >= limit.divergence_layers * np.count_nonzero(moving)
         if not over:
             self._num_over, self.in_alarm = 0, False

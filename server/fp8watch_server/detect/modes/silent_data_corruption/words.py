@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fp8watch_server.detect.families import update_words
+from fp8watch_server.detect.families.corruption import loads_most
 from fp8watch_server.detect.finding import Finding, SiteFacts
 from fp8watch_server.detect.phrases import baseline, evidence, expert_words, number, rank_words
 from fp8watch_server.detect.remedies import Fix, Place
@@ -55,7 +56,8 @@ def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
     )
     if f.extra.get("written"):
         gradient = _of_writes(f)
-    alone = ", alone" if evidence(f, "leaping_weights") is not None else ""
+    loaded = bool(f.extra.get("written")) and loads_most(*f.extra["written"][:2])
+    alone = ", alone" if evidence(f, "leaping_weights") is not None and not loaded else ""
     without = " without a large gradient" if f.extra.get("gradient_seen") else ""
     last, at = f.extra.get("between") or (-1, 0)
     since, within = "", "in one step"
@@ -79,6 +81,12 @@ def _of_writes(f: Finding) -> str:
     changed, looked, it = f.extra["written"]
     whose = "its own" if it and changed == 1 else f"those of {changed}"
     which = ", its own among them," if it and changed > 1 else ""
+    if loads_most(changed, looked):
+        return (
+            f"where something wrote weights between two steps of the optimizer: some elements of each of {looked} weights are held against what it left "
+            f"behind its step before, and {whose}{which} were others. A model that is loaded again, or drawn anew, does this: behind a search for the "
+            "learning rate, at a rewind, or for another fold of the data. Where nothing of the kind is meant, memory was overwritten."
+        )
     return (
         f"where something wrote {'it' if it and changed == 1 else 'weights'} between two steps of the optimizer: some elements of each of {looked} weights are held against what it left "
         f"behind its step before, and {whose}{which} were others. A weight that is drawn anew, adapters that are merged into it and a load of one part do "
