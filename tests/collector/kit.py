@@ -138,6 +138,7 @@ class Agent:
         self.seq = 0
         self.facts = facts
         self.patient = True
+        self.world_size = 2
 
     @property
     def path(self) -> str:
@@ -154,10 +155,19 @@ class Agent:
         return answer
 
     def register_run(self, name: str = "a run") -> Any:
-        return self._put(self.path, json={"name": name, "recipe": "blockwise", "backend": "cpu", "world_size": 2})
+        return self._put(
+            self.path, json={"name": name, "recipe": "blockwise", "backend": "cpu", "world_size": self.world_size}
+        )
 
     def register_session(self) -> Any:
-        body = {"rank": self.rank, "world_size": 2, "mesh": {"dp": 2}, "host": "node-1", "pid": 7, "started_at": 1.5}
+        body = {
+            "rank": self.rank,
+            "world_size": self.world_size,
+            "mesh": {"dp": 2},
+            "host": "node-1",
+            "pid": 7,
+            "started_at": 1.5,
+        }
         body |= {"versions": {"torch": "2.13"}, "recipe": "blockwise", "fingerprint": "f", "backend": "cpu"}
         return self._put(f"{self.path}/sessions/{self.session}", json={**body, "facts": {"eps": 0.0}, **self.facts})
 

@@ -46,7 +46,9 @@ def test_rules_are_in_force_behind_a_restart(
 ) -> None:
     monkeypatch.setattr(worker_module, "SAVE_EVERY_BATCHES", 1)
     collector = Collector(app, settings, tmp_path, disable=["inf-laundering"])
-    agent = Agent(client).register([UP])
+    agent = Agent(client)
+    agent.world_size = 1  # nobody is waited for
+    agent.register([UP])
     for step in (4, 5):
         agent.send([UP], [step], fields={"num_inf": 1})
         assert collector.incidents() == []
@@ -60,7 +62,9 @@ def test_an_incident_ends_after_as_many_clean_steps_as_the_rules_say(
     client: Any, app: Any, settings: Settings, tmp_path: Path, after: int, last_step: int, status: str
 ) -> None:
     collector = Collector(app, settings, tmp_path, close_after_steps=after)
-    agent = Agent(client).register([UP])
+    agent = Agent(client)
+    agent.world_size = 1  # nobody is waited for
+    agent.register([UP])
     for step in range(5, last_step + 1):
         agent.send([UP], [step], fields={"num_inf": int(step == 5)})
     assert collector.incidents() == [("inf-laundering", status)]

@@ -64,7 +64,7 @@ OF_RANKS = [
     Bug(
         "ranks that have not registered are waited for",
         "step_alignment:Assembly._complete",
-        "if self._before(self._ranks_come_until) and len(self._ranks) < self._num_ranks:",
+        "if self._ranks_come():",
         "if False:",
         REGISTER,
     ),

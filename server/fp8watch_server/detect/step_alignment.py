@@ -207,13 +207,13 @@ class Assembly(Generic[D]):
     @property
     def settling(self) -> bool:
         """Whether steps wait for ranks that come, or come back."""
-        return bool(self._pending) and (self._before(self._ranks_come_until) or self._before(self._come_back_until))
+        return bool(self._pending) and (self._ranks_come() or self._before(self._come_back_until))
 
     def _complete(self, step: int) -> bool:
         pending = self._pending[step]
         if self._is_full():
             return True
-        if self._before(self._ranks_come_until) and len(self._ranks) < self._num_ranks:
+        if self._ranks_come():
             return False
         if self._is_awaited(pending.awaited, step, pending) and not self._may_go_on_without(pending):
             return False  # of many ranks one that is missing is enough, and most often it is the same
@@ -248,6 +248,10 @@ class Assembly(Generic[D]):
         if pending.looked_at is not None and 0 <= self._now - pending.looked_at < self._late_rank_s * LOOK_AGAIN:
             return False
         return self._now - pending.at[len(pending.at) // 2] >= self._late_rank_s
+
+    def _ranks_come(self) -> bool:
+        """Whether a rank of the job may still register."""
+        return len(self._ranks) < self._num_ranks and self._before(self._ranks_come_until)
 
     def _before(self, until: float | None) -> bool:
         return self._now is not None and until is not None and self._now < until
